@@ -9,7 +9,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import zlib
 
 
 # The tests run on the CPU wherever they run; the GPU compiler's package, if installed, looks for a driver otherwise.
@@ -110,46 +109,33 @@ def compiled():
     return compiled_of
 
 
-def pytest_addoption(parser):
-    """`--sample-more N:SEED`: of the tests marked `more`, one in N."""
-    parser.addoption("--sample-more", metavar="N:SEED", help="run one in N of the tests marked `more`, chosen by SEED")
-
-
-def pytest_report_header(config):
-    """The command that repeats a run with a sample."""
-    if sample := config.getoption("--sample-more"):
-        return f"one in {sample.partition(':')[0]} of the tests marked `more`; again with --sample-more {sample}"
+def pytest_ignore_collect(collection_path, config):
+    """With `-m smoke`, only files with such tests are imported: to import all takes longer than these tests."""
+    if config.option.markexpr == "smoke" and collection_path.suffix == ".py":
+        return "pytest.mark.smoke" not in collection_path.read_text() or None
     return None
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Marks all cases of a test but one as `more`, of each test another one.
+def pytest_collection_modifyitems(items):
+    """Which cases of a parametrized test are in the fast run: the first one listed, so list the telling one first.
 
-    Where a test is of one file or page, as in `tests/project`, all of them run.
+    The others are marked `more`. A mark of a case's own decides otherwise: `fast` keeps a further case in the fast run,
+    and one that is marked `more` or `slow` is not the first. In `tests/project` each case is another file or page, and
+    all are fast unless marked. Of a test marked `smoke`, one case is.
 
     Files with long tests first, then those with many: with one of them at the end, a process would wait for it.
     """
-    cases = collections.defaultdict(list)
+    seen = set()
     for item in items:
-        if item.path.parent.name != "project":
-            cases[item.path, item.originalname].append(item)
-    for (_, name), found in cases.items():
-        quick = [item for item in found if not item.get_closest_marker("more")] or found
-        kept = quick[zlib.crc32(name.encode()) % len(quick)]
-        for item in found:
-            if item is not kept:
-                item.add_marker(pytest.mark.more)
-    if sample := config.getoption("--sample-more"):
-        count, _, seed = sample.partition(":")
-        left_out = [
-            item
-            for item in items
-            if item.get_closest_marker("more") and zlib.crc32(f"{seed} {item.nodeid}".encode()) % int(count)
-        ]
-        config.hook.pytest_deselected(items=left_out)
-        without = set(left_out)
-        items[:] = [item for item in items if item not in without]
+        test = item.nodeid.partition("[")[0]
+        has_own = any(item.get_closest_marker(mark) for mark in ("fast", "more", "slow"))
+        if has_own or item.path.parent.name == "project":
+            continue
+        if test in seen:
+            item.add_marker(pytest.mark.more)
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "smoke"]
+        seen.add(test)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     count = collections.Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path not in slow, -count[item.path], item.path))

@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 import jax
-
 from haliax_fp8.checkpoints.engines import engines
+
 from haliax_fp8.recipes import Format, HadamardScaling, OperandUse, Quantization, named
 from haliax_fp8.recipes.recipe import ProductName
 

@@ -20,6 +20,7 @@ SQUARE = "model.layers.0.self_attn.o_proj"
 CONFIG = "config.json"
 
 
+@pytest.mark.smoke
 def test_good_checkpoints_pass(tmp_path):
     for layout in (None, *LAYOUTS):
         report = check_folder(write(tmp_path / str(layout), *checkpoint(layout)))

@@ -58,6 +58,7 @@ SCALES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", SCALES)
 def test_shapes_of_scales(case, tmp_path):
     """Each way to write scales: `data * scale` in every element, and frozen, the very bytes."""
@@ -169,7 +170,7 @@ def test_adapters_on_frozen_weights(tmp_path):
     assert report.origins == {"FP8 in the model": 12, "computed for the export": 2}
     with pytest.raises(ValueError, match=r"attention\.query is in FP8 .* thaw the model"):
         export_model(merged, tmp_path / "no", "BF16", names=names.LLAMA)
-    with pytest.raises(ValueError, match=r"in FP8 in blocks of \(1, 64\), which .* blocks of \(128, 128\) cannot hold"):
+    with pytest.raises(ValueError, match=r"in FP8 in blocks of \(1, 64\).*blocks of \(128, 128\)"):
         export_model(frozen, tmp_path / "no", "FP8_BLOCK", names=names.LLAMA)
 
 
@@ -229,7 +230,7 @@ def test_weights_that_overflow_in_the_models_dtype_are_refused(tmp_path):
     write(tmp_path / "plain", {"up.weight": plain})
     write(tmp_path / "fp8", {"up.weight": DATA, "up.weight_scale": np.full((160, 1), 1e5, np.float32)}, compressed())
     for case in ("plain", "fp8"):
-        with pytest.raises(ValueError, match=r"^up\.weight is -?\d\S+ at \[\d+, \d+\] in .* float16 .*; load it into"):
+        with pytest.raises(ValueError, match=r"^up\.weight is -?\d\S+ at \[\d+.*; load it into"):
             import_model(tmp_path / case, model)
 
 
@@ -249,7 +250,7 @@ def test_fp8_data_never_become_numbers_without_their_scales(dtype, weights, tmp_
     model = {"up": eqx.nn.Linear(192, 160, key=jax.random.key(0))}
     for case, described in (("bias", config), ("bias, not said", {})):
         write_folder(tmp_path / case, {"up.weight": plain, "up.bias": data[:, 0]}, described)
-        with pytest.raises(ValueError, match=rf"up\.bias is in {name}, and only weights of layers have scales; dequ"):
+        with pytest.raises(ValueError, match=rf"up\.bias is in {name}, and only weights of"):
             import_model(tmp_path / case, model, weights=weights)
     # What the model does not want is not looked at.
     write_folder(tmp_path / "other", {"up.weight": plain, "other": data}, config)

@@ -21,26 +21,30 @@ from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 WITH_FP8 = {"l4", "l40s", "rtx4090", "h100", "h200", "b200", "gb200", "mi300x", "mi325x", "mi350x", "mi355x", "tpu7x"}
 WITH_MX = {"b200", "gb200", "mi350x", "mi355x"}
 FNUZ_ONLY = {"mi300x", "mi325x"}
-every_device = pytest.mark.parametrize("name", [name for name in devices if name != "cpu"])
+ACCELERATORS = [name for name in devices if name != "cpu"]
 
 
-@pytest.mark.parametrize("row", catalog.values(), ids=lambda row: row.name)
-def test_a_row_of_the_catalog_is_all_that_a_device_needs(row):
+def test_a_row_of_the_catalog_is_all_that_a_device_needs():
     """Its names, its peaks, and how the preflight compiles for it, or why it does not."""
-    device = Device.by_name(row.name)
-    assert (device.platform, device.kind, device.compute_capability) == (row.platform, row.kind, row.compute_capability)
-    assert {Device.by_name(name) for name in (row.name.upper(), *row.aliases)} == {device}
-    assert device.peaks == row.peaks
-    if isinstance(row.xla, NotCompiled):
-        assert row.name not in compilable_devices and row.peaks is None
-        with pytest.raises(
-            ValueError, match=re.escape(f"device={row.name!r} cannot be compiled for: {row.xla.reason}; choose")
-        ):
-            as_compilable(row.name)
-    else:
-        found = compilable_devices[row.name]
-        assert (found.name, found.kind, found.hardware, found.peaks) == (row.name, row.kind, device, row.peaks)
-        assert row.peaks.fp8 >= row.peaks.bf16 >= row.peaks.f32 > 0 and row.peaks.source
+    for row in catalog.values():
+        device = Device.by_name(row.name)
+        assert (device.platform, device.kind, device.compute_capability) == (
+            row.platform,
+            row.kind,
+            row.compute_capability,
+        )
+        assert {Device.by_name(name) for name in (row.name.upper(), *row.aliases)} == {device}
+        assert device.peaks == row.peaks
+        if isinstance(row.xla, NotCompiled):
+            assert row.name not in compilable_devices and row.peaks is None
+            with pytest.raises(
+                ValueError, match=re.escape(f"device={row.name!r} cannot be compiled for: {row.xla.reason}; choose")
+            ):
+                as_compilable(row.name)
+        else:
+            found = compilable_devices[row.name]
+            assert (found.name, found.kind, found.hardware, found.peaks) == (row.name, row.kind, device, row.peaks)
+            assert row.peaks.fp8 >= row.peaks.bf16 >= row.peaks.f32 > 0 and row.peaks.source
 
 
 def test_a_name_means_one_device():
@@ -49,20 +53,20 @@ def test_a_name_means_one_device():
     assert len({row.kind for row in catalog.values()}) == len(catalog)
 
 
-@every_device
-def test_units(name):
-    device = Device.by_name(name)
-    assert (device.lacks(FP8_UNITS) is None) == (name in WITH_FP8)
-    assert (device.lacks(MX_UNITS) is None) == (name in WITH_MX)
-    assert device.lacks(NO_UNITS) is not None
+def test_units():
+    for name in ACCELERATORS:
+        device = Device.by_name(name)
+        assert (device.lacks(FP8_UNITS) is None) == (name in WITH_FP8)
+        assert (device.lacks(MX_UNITS) is None) == (name in WITH_MX)
+        assert device.lacks(NO_UNITS) is not None
 
 
-@every_device
-def test_formats(name):
-    device = Device.by_name(name)
-    has = {f.name for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ) if device.lacks(f) is None}
-    fnuz, ocp = {"E4M3FNUZ", "E5M2FNUZ"}, {"E4M3", "E5M2"}
-    assert has == (set() if name not in WITH_FP8 else fnuz if name in FNUZ_ONLY else ocp)
+def test_formats():
+    for name in ACCELERATORS:
+        device = Device.by_name(name)
+        has = {f.name for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ) if device.lacks(f) is None}
+        fnuz, ocp = {"E4M3FNUZ", "E5M2FNUZ"}, {"E4M3", "E5M2"}
+        assert has == (set() if name not in WITH_FP8 else fnuz if name in FNUZ_ONLY else ocp)
 
 
 def test_a_cpu_emulates_all_formats():
@@ -119,9 +123,7 @@ TAKES_A_DEVICE = {
 @pytest.mark.parametrize("name", TAKES_A_DEVICE)
 def test_what_is_no_device_is_refused_wherever_one_is_taken(name):
     """JAX's own devices are what is easily mistaken for one."""
-    with pytest.raises(
-        ValueError, match=rf"device=.* of {name} is not a Device; use a name such as 'h100', or 'local'"
-    ):
+    with pytest.raises(ValueError, match=rf"device=.*of {name} is not a Device"):
         TAKES_A_DEVICE[name](jax.devices()[0])
 
 
@@ -137,12 +139,12 @@ def test_the_device_that_is_here():
     assert (here.platform, here.kind) == ("cpu", jax.devices()[0].device_kind)
 
 
-@every_device
-def test_the_default_is_the_device_of_the_mesh_in_use(name):
-    with devices[name].as_default():
-        assert Device.default() == devices[name]
-        assert Device.by_name("local") == Device.local() == devices["cpu"]
-    assert Device.default() == devices["cpu"]
+def test_the_default_is_the_device_of_the_mesh_in_use():
+    for name in ACCELERATORS:
+        with devices[name].as_default():
+            assert Device.default() == devices[name]
+            assert Device.by_name("local") == Device.local() == devices["cpu"]
+        assert Device.default() == devices["cpu"]
 
 
 def test_a_mesh_of_a_device_that_the_catalog_lacks():
@@ -157,7 +159,7 @@ def test_the_axes_of_a_mesh_stay():
 
 def test_a_device_whose_kind_says_something_else_cannot_be_the_default():
     with (
-        pytest.raises(ValueError, match=r"RTX 5090.*'12.0'.*cannot be the default.*Device.by_name.*'h100'"),
+        pytest.raises(ValueError, match=r"RTX 5090.*cannot be the default.*'h100'"),
         Device("cuda", "NVIDIA GeForce RTX 5090", "12.0").as_default(),
     ):
         raise AssertionError("entered")

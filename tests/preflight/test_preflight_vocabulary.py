@@ -1,8 +1,4 @@
-"""The words that the preflight knows programs by: each is written once, and what it does not know, it says."""
-
-import ast
-import pathlib
-import re
+"""Custom calls by what they do; what the preflight does not know, it says."""
 
 import jax
 import jax.numpy as jnp
@@ -11,117 +7,10 @@ from compiled_models import on, unknown_calls
 from test_preflight_products import module, read
 
 import haliax_fp8 as fp8
-from haliax_fp8._product import names
 from haliax_fp8.preflight import inspect_step
 from haliax_fp8.preflight.hlo.text import parse_hlo
 from haliax_fp8.preflight.hlo.vocabulary import Call, call_of
 from haliax_fp8.preflight.report.report import PreflightReport
-
-
-ROOT = pathlib.Path(fp8.__file__).parent
-OPS = {names.FP8_DOT_GENERAL, names.FP8_RAGGED_DOT, names.ROTATION}
-PRODUCTS = {names.FPROP, names.DGRAD, names.WGRAD}
-ORIGINS = {ROOT / "_product" / "names.py", ROOT / "_numerics" / "rotation.py"}
-
-
-def texts(tree):
-    """The string constants of a file, without docstrings and the strings behind module-level values."""
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-            yield node.value
-
-
-def texts_of(folder):
-    return [(path, text) for path in folder.rglob("*.py") for text in texts(ast.parse(path.read_text()))]
-
-
-# --- Our own names ----------------------------------------------------------------------------------------------------
-
-
-def test_the_names_of_scopes_are_written_once():
-    """The ops give their products the scopes that the preflight looks for, as the same object."""
-    assert {path for path, text in texts_of(ROOT) if text in OPS} == ORIGINS
-
-
-def test_the_preflight_spells_no_name_of_a_product():
-    """Neither alone nor in a pattern; in sentences for people, products have the names that people have for them."""
-    is_name = re.compile(rf"[^ ]*\b({'|'.join(OPS | PRODUCTS)})\b[^ ]*")
-    assert [text for _, text in texts_of(ROOT / "preflight") if is_name.fullmatch(text)] == []
-
-
-def test_no_scope_is_named_by_a_copy():
-    """`jax.named_scope("dgrad")` would be found only as long as the constant is the same."""
-    for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("named_scope"):
-                given = node.args[0]
-                assert not (isinstance(given, ast.Constant) and given.value in OPS | PRODUCTS), path
-
-
-def test_this_file_sees_names():
-    code = 'X = "fprop"\n"""fprop, in prose."""\n\ndef f():\n    """And fprop."""\n    return scope("a/fprop")\n'
-    assert list(texts(ast.parse(code))) == ["fprop", "a/fprop"]
-
-
-# --- XLA's ------------------------------------------------------------------------------------------------------------
-
-
-def test_xla_s_words_are_in_the_vocabulary_alone():
-    """Names of custom calls have dollars or two underscores in front, keys of configurations end in `_config`."""
-    is_word = re.compile(r".*\$[a-z].*|__[a-z].*|.*_(config|custom_call|call_target|trip_count)")
-    spelled = {path.name for path, text in texts_of(ROOT / "preflight") if is_word.fullmatch(text)}
-    # The parser takes an instruction's configuration apart, whatever is in it.
-    assert spelled == {"vocabulary.py", "text.py"}
-    assert [text for path, text in texts_of(ROOT / "preflight") if path.name == "text.py" and is_word.fullmatch(text)]
-
-
-# What a program that walks through functions, loops and tuples cannot do without.
-GRAMMAR = {"parameter", "constant", "tuple", "get-tuple-element", "call", "while", "conditional"}
-
-
-def opcodes():
-    """The words in the vocabulary's constants before its first function, without those of grammar.
-
-    Element types, which have digits, are left out; and `pad`, which is also an attribute of a convolution's window.
-    """
-    nodes = ast.parse((ROOT / "preflight" / "hlo" / "vocabulary.py").read_text()).body
-    first = next(i for i, node in enumerate(nodes) if isinstance(node, ast.FunctionDef))
-    found = texts(ast.Module(nodes[:first], []))
-    return {text for text in found if re.fullmatch(r"-?[a-z]+(-[a-z]+)*", text)} - GRAMMAR - {"pad"}
-
-
-def compared_with_an_opcode(tree):
-    """The strings that code compares with an `opcode`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare) and re.search(r"\bopcode\b", ast.unparse(node)):
-            yield from texts(node)
-
-
-def test_opcodes_are_in_the_vocabulary_alone():
-    """Those that it has, wherever they are spelled; others where code compares an opcode with them."""
-    known, grammar = opcodes(), set()
-    for path in (ROOT / "preflight").rglob("*.py"):
-        if path.name != "vocabulary.py":
-            tree = ast.parse(path.read_text())
-            compared = set(compared_with_an_opcode(tree))
-            assert not known.intersection(texts(tree)) and compared <= GRAMMAR, path
-            grammar |= compared
-    assert grammar == GRAMMAR
-
-
-def test_this_file_sees_opcodes():
-    assert opcodes() >= {
-        "dot",
-        "ragged-dot",
-        "convolution",
-        "all-gather",
-        "dynamic-update-slice",
-        "custom-call",
-        "-done",
-    }
-    code = 'a.opcode == "sort" or opcode in ("x-start", *MORE) or name == "y"'
-    assert set(compared_with_an_opcode(ast.parse(code))) == {"sort", "x-start"}
 
 
 def call(name):

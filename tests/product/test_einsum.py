@@ -123,6 +123,7 @@ def basis(shape):
     return np.eye(int(np.prod(shape)), dtype=np.float32).reshape(-1, *shape)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", CASES)
 def test_any_subscripts(case):
     """Output and both gradients are those of `np.einsum`, exactly, where operands are numbers of the formats.
@@ -219,7 +220,7 @@ def test_subscripts_that_do_not_fit(subscripts, x_shape, w_shape, message):
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_other_numbers_of_operands_are_refused_with_the_remedy(count):
     subscripts = ",".join(["ij", "jk", "kl"][:count]) + "->il"
-    with pytest.raises(ValueError, match=f"came with {count} operands; .* Split a longer product into several"):
+    with pytest.raises(ValueError, match=f"came with {count} operands;.*Split a longer product"):
         Fp8Einsum.init(SHORT)(subscripts, *[jnp.ones((2, 2))] * count)
 
 

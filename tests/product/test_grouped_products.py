@@ -277,7 +277,7 @@ def test_a_program_for_another_platform_is_refused_or_traced_for_it():
     exported = lambda *platforms: export.export(jax.jit(op.ragged_dot), platforms=platforms)(*shapes)
     assert exported("cpu").platforms == ("cpu",)
     for platforms in (("cuda",), ("cpu", "tpu")):
-        with pytest.raises(ValueError, match=rf"traced for cpu and cannot be lowered for {platforms[-1]}.*as_default"):
+        with pytest.raises(ValueError, match=r"traced for cpu and cannot be.*as_default"):
             exported(*platforms)
     with Device.by_name("h100").as_default():
         # JAX does not promise that this call keeps its meaning.

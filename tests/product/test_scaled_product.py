@@ -66,26 +66,26 @@ MAPPED = [which for which in itertools.product((None, 0), repeat=3) if any(axis 
 
 
 @pytest.mark.parametrize("inner", MAPPED)
-@pytest.mark.parametrize("outer", [(None, None, None), *MAPPED])
-def test_mapped_operands_and_scales(outer, inner):
-    sizes = 2, 4
-    shapes = (ROWS, SUMMED), (SUMMED, COLUMNS), ()
-    leading = [tuple(n for n, axes in zip(sizes, (outer, inner), strict=True) if axes[i] == 0) for i in range(3)]
-    a, b = (data(i, *leading[i], *shapes[i]) for i in range(2))
-    scale = jnp.exp2(jnp.arange(np.prod(leading[2], dtype=int), dtype=jnp.float32)).reshape(leading[2])
-    function = jax.vmap(multiply, in_axes=inner)
-    if outer != (None, None, None):
-        function = jax.vmap(function, in_axes=outer)
-    # The reference has both axes everywhere, of size one where an operand lacks them.
-    whole = [
-        np.asarray(x, np.float64).reshape(
-            *(n if axes[i] == 0 else 1 for n, axes in zip(sizes, (outer, inner), strict=True)), *shapes[i]
-        )
-        for i, x in enumerate((a, b, scale))
-    ]
-    expected = exact(*whole).astype(ml_dtypes.bfloat16)
-    expected = expected[0] if outer == (None, None, None) else expected
-    np.testing.assert_array_equal(jax.jit(function)(a, b, scale), expected)
+def test_mapped_operands_and_scales(inner):
+    for outer in [(None, None, None), *MAPPED]:
+        sizes = 2, 4
+        shapes = (ROWS, SUMMED), (SUMMED, COLUMNS), ()
+        leading = [tuple(n for n, axes in zip(sizes, (outer, inner), strict=True) if axes[i] == 0) for i in range(3)]
+        a, b = (data(i, *leading[i], *shapes[i]) for i in range(2))
+        scale = jnp.exp2(jnp.arange(np.prod(leading[2], dtype=int), dtype=jnp.float32)).reshape(leading[2])
+        function = jax.vmap(multiply, in_axes=inner)
+        if outer != (None, None, None):
+            function = jax.vmap(function, in_axes=outer)
+        # The reference has both axes everywhere, of size one where an operand lacks them.
+        whole = [
+            np.asarray(x, np.float64).reshape(
+                *(n if axes[i] == 0 else 1 for n, axes in zip(sizes, (outer, inner), strict=True)), *shapes[i]
+            )
+            for i, x in enumerate((a, b, scale))
+        ]
+        expected = exact(*whole).astype(ml_dtypes.bfloat16)
+        expected = expected[0] if outer == (None, None, None) else expected
+        np.testing.assert_array_equal(jax.jit(function)(a, b, scale), expected)
 
 
 def test_an_axis_of_one_operand_makes_no_copies_of_the_other():

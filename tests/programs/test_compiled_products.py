@@ -54,7 +54,7 @@ def test_products_with_one_row_or_column_are_named():
     assert any("element by element" in finding and finding.endswith("m.head") for finding in report.findings)
     of_row = inspect_step(lambda m, x: m["body"](x), model, struct(256), device="h100")
     assert of_row.products == () and of_row.step.elementwise == ("m.body",)
-    with pytest.raises(AssertionError, match="the step contains no matrix products\n  m.body is computed element by"):
+    with pytest.raises(AssertionError, match="no matrix products\n  m.body is computed element by"):
         of_row.require(fp8_flops=0.5)
 
 

@@ -66,8 +66,7 @@ def test_a_pod_of_v5e_and_v6e_is_flat(device, most, deep):
 
 @pytest.mark.parametrize(("device", "most"), [("tpu5e", 256), ("tpu6e", 256), ("tpu7x", 8192)])
 def test_more_than_the_largest_slice_has_is_refused(device, most):
-    kind = compilable_devices[device].kind
-    with pytest.raises(ValueError, match=rf"devices={most + 1} is more than the largest slice has: {most} {kind}s"):
+    with pytest.raises(ValueError, match=rf"devices={most + 1} is more than the largest"):
         compilable_devices[device].devices(most + 1)
     assert len(compilable_devices[device].devices(6)) == 6
 
@@ -112,7 +111,7 @@ def test_the_check_of_the_guide_knows_which_tpu_multiplies_fp8(device):
     assert has_fp8_product(compiled) is is_there
     text = compiled.as_text()
     assert has_fp8_product(text, device) is has_fp8_product(text, compilable_devices[device].hardware) is is_there
-    with pytest.raises(ValueError, match=r"program is the text of one compiled for a TPU.*device='tpu7x'"):
+    with pytest.raises(ValueError, match=r"program is the text of one.*device='tpu7x'"):
         has_fp8_product(text)
     # Without such a product, the answer is the same on every TPU.
     wide = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=here)

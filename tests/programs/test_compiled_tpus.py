@@ -58,7 +58,7 @@ def test_experts():
     assert {product.implementation for product in found.products} == {"grouped f8"}
     assert found.useful_flops == len(found.products) * 2 * 512 * 256 * 512 // 4
     whole = lambda op, rows, kernels, sizes: filter_grad(lambda params: routed(*params, sizes))((op, rows, kernels))
-    with pytest.raises(ValueError, match=r"grouped product cannot be divided over 4 TPUs.*jax.shard_map"):
+    with pytest.raises(ValueError, match=r"grouped product cannot be.*jax.shard_map"):
         inspect_step(whole, *args, shardings=(None, own, own, own), **TPUS)
 
 

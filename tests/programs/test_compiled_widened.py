@@ -56,7 +56,7 @@ def casts_of(text):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8", *further("current", "deepseek")])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("device", ["h100", "a100", "tpu6e"])
 def test_operands_are_rounded(program, device, recipe, shape):
     fp8_casts, others = casts_of(program(device, recipe, SHAPES[shape], jnp.bfloat16))

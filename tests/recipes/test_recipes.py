@@ -32,8 +32,8 @@ from haliax_fp8.recipes.scaling.block_geometry import e8m0_exponent
 
 MATRIX = (((1,), (0,)), ((), ()))
 RECIPES = sorted(fp8.recipes.named)
-STATELESS = [name for name in RECIPES if not fp8.recipes.named[name].is_stateful]
-SLOW_TO_COMPILE = pytest.param("nvfp4", marks=pytest.mark.more)
+# Of each kind of scales one: of tensors, from a history and without, of rows, of blocks, and of blocks in two levels.
+KINDS = ["current", "delayed", "rowwise", "deepseek", "nvfp4"]
 KEY = jax.random.key(42)
 # scaling, its reference, and the error of its scales: 0 where they are powers of two
 SCALINGS = {
@@ -82,19 +82,20 @@ def matrices():
 MATRICES = matrices()
 
 
-@pytest.mark.parametrize("matrix", sorted(MATRICES))
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", sorted(SCALINGS))
-def test_data_and_scales_equal_the_reference_bit_for_bit(name, matrix):
+def test_data_and_scales_equal_the_reference_bit_for_bit(name):
     scaling, expected = SCALINGS[name]
-    x = MATRICES[matrix]
-    data, scale = expected(x)
-    got = jax.jit(lambda x: scaling.quantize(x, OperandUse(E4M3, contracted=(1,))))(x)
-    nan = np.isnan(data.astype(np.float32))
-    np.testing.assert_array_equal(np.isnan(np.asarray(got.data).astype(np.float32)), nan)
-    np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8)[~nan], data.view(np.uint8)[~nan])
-    # MXFP8's scale of zeros is subnormal, and flushed to zero by XLA on a CPU.
-    normal = ~(np.abs(scale) < np.finfo(np.float32).tiny)
-    np.testing.assert_array_equal(np.asarray(got.scale)[normal], scale[normal])
+    quantize = jax.jit(lambda x: scaling.quantize(x, OperandUse(E4M3, contracted=(1,))))
+    for x in MATRICES.values():
+        data, scale = expected(x)
+        got = quantize(x)
+        nan = np.isnan(data.astype(np.float32))
+        np.testing.assert_array_equal(np.isnan(np.asarray(got.data).astype(np.float32)), nan)
+        np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8)[~nan], data.view(np.uint8)[~nan])
+        # MXFP8's scale of zeros is subnormal, and flushed to zero by XLA on a CPU.
+        normal = ~(np.abs(scale) < np.finfo(np.float32).tiny)
+        np.testing.assert_array_equal(np.asarray(got.scale)[normal], scale[normal])
 
 
 def test_e8m0_rounds_up_to_the_next_power_of_two():
@@ -138,8 +139,14 @@ def problem(dtype=jnp.float32, rows=96, inputs=160, outputs=80):
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        *(pytest.param(name, jnp.float32, marks=pytest.mark.fast) for name in RECIPES),
+        *((name, dtype) for name in ("delayed", "mxfp8") for dtype in (jnp.bfloat16, jnp.float16)),
+    ],
+)
 def test_accuracy_of_the_three_products(name, dtype):
     x, w, c = problem(dtype)
     loss = lambda op, x, w: (c * op(x, w, MATRIX)).sum()
@@ -166,7 +173,7 @@ def test_an_outlier_spoils_its_own_block_only(name):
     assert sqnr(x[clean], quantize(tensor, x)[clean]) < 20
 
 
-@pytest.mark.parametrize("name", [*(name for name in RECIPES if name != "nvfp4"), SLOW_TO_COMPILE])
+@pytest.mark.parametrize("name", KINDS)
 def test_vmap_scan_checkpoint_and_jit_are_the_plain_call(name):
     x, w, c = problem(rows=16, inputs=64, outputs=64)
     op = prepared(name, lambda op: (c * op(x, w, MATRIX)).sum())
@@ -200,7 +207,7 @@ def test_vmap_scan_checkpoint_and_jit_are_the_plain_call(name):
                 np.testing.assert_array_equal(got, expected, err_msg=program)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", KINDS)
 def test_sharded_jit_is_the_unsharded_program(name):
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -216,7 +223,7 @@ def test_sharded_jit_is_the_unsharded_program(name):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", KINDS)
 def test_grouped_products(name):
     experts, inputs, outputs, rows = (hax.Axis(n, s) for n, s in (("e", 3), ("in", 64), ("out", 48), ("rows", 20)))
     layer = hnn.MoELinear.init(experts, inputs, outputs, key=jax.random.key(0), use_bias=False)
@@ -232,7 +239,7 @@ def test_grouped_products(name):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", STATELESS)
+@pytest.mark.parametrize("name", ["rowwise", "nvfp4"])
 def test_stateless_recipes_need_no_change_to_a_training_step(name):
     model = fp8.fp8_linear_layers(eqx.nn.MLP(16, 8, 64, 1, key=jax.random.key(0)), fp8.Fp8Config(recipe=name))
     x = jax.random.normal(jax.random.key(1), (32, 16))
@@ -302,7 +309,7 @@ def test_bad_recipes_are_refused_with_the_reason():
         BlockScaling(size=0)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", KINDS)
 def test_einsum_takes_every_recipe(name):
     x, w, _ = problem()
     einsum = prepared(name, lambda op: op("mk,kn->mn", x, w).sum(), fp8.Fp8Einsum.init(name))

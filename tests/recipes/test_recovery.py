@@ -124,10 +124,10 @@ def test_zeros_alone_keep_the_scale():
 
 def test_bad_options_are_refused():
     for steps in (0, -1, True):
-        with pytest.raises(ValueError, match="steps=.* of RecoveringMax must be a positive integer; 16 is usual"):
+        with pytest.raises(ValueError, match="steps=.*of RecoveringMax must be a"):
             RecoveringMax(steps)
     with unchecked(), pytest.raises(ValueError, match=r"steps=2.5 of RecoveringMax must be a positive integer"):
         RecoveringMax(2.5)
     for factor in (0.5, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="factor=.* of RecoveringMax must be finite and at least 1; 256 is usual"):
+        with pytest.raises(ValueError, match="factor=.*of RecoveringMax must be"):
             RecoveringMax(factor=factor)

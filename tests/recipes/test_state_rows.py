@@ -61,6 +61,7 @@ def test_calibration_moves_the_scale_at_every_batch_and_the_next_step_moves_it_t
     np.testing.assert_allclose(scale(rows), 6.0, rtol=1e-6)
 
 
+@pytest.mark.smoke
 def test_an_amax_that_is_not_finite_is_entered_as_none():
     """As `-inf`, which no maximum sees: not another microbatch's, and not that of the history."""
     memory = fp8.DelayedScaling(amax_history_length=3).memory

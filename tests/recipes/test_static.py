@@ -29,6 +29,7 @@ def tensors(seed=0):
     return tuple(jnp.asarray(rng.standard_normal(shape) * 2.0**seed, jnp.float32) for shape in shapes)
 
 
+@pytest.mark.smoke
 def test_products_use_the_given_scales():
     x, w, c = tensors()
     op = fp8.Fp8DotGeneral.init(RECIPE)
@@ -40,7 +41,7 @@ def test_products_use_the_given_scales():
         assert_within(got, exact, tolerance)
 
 
-@pytest.mark.parametrize("margin", [0, 3, -2])
+@pytest.mark.parametrize("margin", [-2, 0, 3])
 def test_calibration_takes_the_largest_amax_of_all_batches(margin):
     op = fp8.Fp8DotGeneral.init(StaticScaling(scale=5.0, margin=margin))
     batches = [tensors(1), tensors(4), tensors(2)]
@@ -207,7 +208,7 @@ def test_operands_that_calibration_did_not_see_are_named():
     calibrated = step.calibrate(model, X)
     waiting = {layer.path: layer.uncalibrated for layer in fp8.describe(calibrated)}
     assert waiting == {"zeros": ("kernel",), "fine": (), "unused": OPERANDS}
-    with pytest.raises(ValueError, match=r"in 2 layers: unused .*, zeros \(kernel\).*the loss did not reach"):
+    with pytest.raises(ValueError, match=r"in 2 layers: unused.*the loss did not reach"):
         step(calibrated, step.init(model), X)
     bad = fp8.calibrate(mlp(), mean_square, [X.at[0, 0].set(jnp.inf)])
     assert "input" in fp8.describe(bad)["layers.0"].uncalibrated

@@ -55,16 +55,17 @@ def test_every_recipe_is_described_here():
     assert sorted((*OUTSIDE_THE_SUM, *IN_BLOCKS_OF_32, *DEQUANTIZED)) == sorted(fp8.recipes.named)
 
 
-@pytest.mark.parametrize("device", devices)
+@pytest.mark.smoke
 @pytest.mark.parametrize("recipe", fp8.recipes.named)
-def test_outcomes(recipe, device):
-    support = fp8.recipes.supported(recipe, device)
-    expected = (
-        Outcome.EMULATED if device == "cpu" else Outcome.NATIVE if (recipe, device) in NATIVE else Outcome.REFUSED
-    )
-    assert support.outcome is expected
-    assert support.is_native == (expected is Outcome.NATIVE)
-    assert support.reason and support.device == Device.by_name(device)
+def test_outcomes(recipe):
+    for device in devices:
+        support = fp8.recipes.supported(recipe, device)
+        expected = (
+            Outcome.EMULATED if device == "cpu" else Outcome.NATIVE if (recipe, device) in NATIVE else Outcome.REFUSED
+        )
+        assert support.outcome is expected
+        assert support.is_native == (expected is Outcome.NATIVE)
+        assert support.reason and support.device == Device.by_name(device)
 
 
 def test_a_recipe_may_be_given_as_its_name_a_scaling_or_itself():
@@ -213,7 +214,7 @@ def test_grouped_products_take_what_their_implementation_takes():
     assert native == {"delayed": True, "current": True, "static": True, "rowwise": True, "mxfp8": False}
     with (
         B200.as_default(),
-        pytest.raises(ValueError, match="kernel for Blackwell takes scales of whole tensors and rows, not"),
+        pytest.raises(ValueError, match="kernel for Blackwell takes scales of whole"),
     ):
         fp8.fp8_linear_layers(layers, fp8.Fp8Config(recipe="mxfp8"))
 

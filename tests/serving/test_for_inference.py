@@ -49,11 +49,6 @@ def normal(seed, *shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def kernels_in(model):
-    is_kernel = lambda node: isinstance(node, ServedKernel)
-    return [node for node in jax.tree.leaves(model, is_leaf=is_kernel) if is_kernel(node)]
-
-
 def equinox_linear(key=0):
     return eqx.nn.Linear(64, 32, key=jax.random.key(key))
 
@@ -62,6 +57,7 @@ def calibrated(model, x):
     return calibrate(fp8_linear_layers(model, recipe="static"), lambda m, x: jax.vmap(m)(x).sum(), [(x,)])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("scheme", schemes)
 def test_values_and_bytes(scheme):
     """Against quantization in NumPy: data, scales, `data * scale`, the output; a byte for each weight, and no more."""
@@ -267,7 +263,7 @@ def test_exported_for_any_number_of_rows(scheme):
 
 @pytest.mark.parametrize("kernel_first", [False, True])
 @pytest.mark.parametrize("scheme", ["dynamic", "block", "mxfp8"])
-@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 5, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 64), (64,)], ids=str)
 def test_padded_rows_change_nothing(scheme, shape, kernel_first):
     """What NVIDIA's GPUs multiply for few rows: exact sums of small numbers, so that no order of them matters."""
     shapes = (shape, (32, 64))
@@ -338,18 +334,18 @@ def test_a_class_of_ones_own():
     np.testing.assert_array_equal(eqx.filter_jit(served)(x), eqx.filter_jit(trained)(x))
     # Stored with what is summed over last.
     assert served.kernel.data.array.shape == (32, 64) and dequantize(served).weight.shape == (64, 32)
-    with pytest.raises(ValueError, match=r"up is a Dense, which .* served_layers=\{Dense: make\}.*exclude the layer"):
+    with pytest.raises(ValueError, match=r"up is a Dense, which.*exclude the layer"):
         quantize_for_inference({"up": layer}, "dynamic", rules_of=config)
-    with pytest.raises(ValueError, match=r"served_layers\[Dense\] does not take \(layer, kernel\): too many .*lambda"):
+    with pytest.raises(ValueError, match=r"served_layers\[Dense\] does not.*lambda"):
         quantize_for_inference(layer, "dynamic", rules_of=config, served_layers={Dense: ServedDense})
-    with pytest.raises(ValueError, match=r"served_layers\[Dense\]\(layer, kernel\) returned None: it must return"):
+    with pytest.raises(ValueError, match=r"served_layers\[Dense\]\(layer, kernel\) returned None"):
         quantize_for_inference(layer, "dynamic", rules_of=config, served_layers={Dense: lambda *_: None})
-    with pytest.raises(ValueError, match=r"served_layers names Dense, but no rule matches that class; .*rules_of="):
+    with pytest.raises(ValueError, match=r"served_layers names Dense, but.*rules_of="):
         quantize_for_inference([layer, equinox_linear()], "dynamic", served_layers=served_layers)
     for wrong in ({"Dense": ServedDense}, {Dense: None}, ServedDense):
         with (
             unchecked(),
-            pytest.raises(ValueError, match=r"served_layers=.* must be a mapping from classes of layers to functions"),
+            pytest.raises(ValueError, match=r"served_layers=.*must be a mapping from"),
         ):
             quantize_for_inference(layer, "dynamic", rules_of=config, served_layers=wrong)
     with pytest.raises(ValueError, match=r"made for a sum over \(0,\)"):
@@ -386,7 +382,7 @@ def test_the_class_that_a_built_in_one_is_extended_to():
     doubled = eqx.tree_at(lambda x: (x.weight, x.bias), doubled, (layer.weight, layer.bias))
     quantized = lambda layer, **how: quantize_for_inference(layer, "dynamic", **how)
     own = Fp8Config(rules=(DoubledRule(), *default_rules))
-    with pytest.raises(ValueError, match="the model itself is a Doubled, which has no form for inference"):
+    with pytest.raises(ValueError, match="the model itself is a Doubled, which has no"):
         quantized(doubled, rules_of=own)
     served = quantized(doubled, rules_of=own, served_layers={Doubled: ServedDoubled})
     plain = quantized(layer)
@@ -402,13 +398,13 @@ def test_a_served_model_is_neither_converted_nor_restored_nor_trained():
     plain = eqx.nn.MLP(64, 64, 64, 4, key=jax.random.key(0))
     served = quantize_for_inference(plain, "weight_only", exclude="layers.1")
     layers = "made by quantize_for_inference: .*the weight of layers.0, layers.2, layers.3 and 1 more"
-    with pytest.raises(ValueError, match=f"module was {layers}. Convert the model.*serving.dequantize.model."):
+    with pytest.raises(ValueError, match=f"module was {layers}. Convert the.*serving.dequantize.model."):
         fp8_linear_layers(served)
     others = ("layers.0", "layers.2", "layers.3", "layers.4")
     assert fp8_linear_layers(served, exclude=others).layers[0] is served.layers[0]
-    with pytest.raises(ValueError, match=f"module was {layers}. Restore the model.*serving.dequantize.model."):
+    with pytest.raises(ValueError, match=f"module was {layers}. Restore the.*serving.dequantize.model."):
         restore_linear_layers(served)
-    with pytest.raises(ValueError, match=f"model was {layers}. Train the model.*serving.dequantize.model."):
+    with pytest.raises(ValueError, match=f"model was {layers}. Train the.*serving.dequantize.model."):
         TrainStep(lambda model, x: jax.vmap(model)(x).sum(), optax.sgd(0.1)).init(served)
     with pytest.raises(ValueError, match="the weight of the model itself. Restore"):
         restore_linear_layers(served.layers[0])
@@ -425,15 +421,15 @@ def test_errors():
     np.testing.assert_array_equal(eqx.filter_grad(lambda model: jax.vmap(model)(x).sum())(served).bias, 5.0)
     assert jax.tree.leaves(trainable(served)) == [served.bias]
     assert cast_params(served, jnp.bfloat16).kernel.scale.array is served.kernel.scale.array
-    with pytest.raises(ValueError, match="no state, although its recipe keeps one, .*Give the model itself"):
+    with pytest.raises(ValueError, match="no state, although its recipe.*Give the model itself"):
         quantize_for_inference(trainable(fp8_linear_layers(layer)), "static")
-    with pytest.raises(ValueError, match="scheme='dynamics' is not a scheme; the nearest are 'dynamic'"):
+    with pytest.raises(ValueError, match="scheme='dynamics'.*'dynamic'"):
         quantize_for_inference(layer, "dynamics")
     with pytest.raises(ValueError, match="exclude='up' selects no layer"):
         quantize_for_inference({"down": layer}, "dynamic", exclude="up")
     with pytest.raises(ValueError, match="holds an infinity or NaN"):
         quantize_for_inference(eqx.tree_at(lambda l: l.weight, layer, layer.weight.at[0, 0].set(jnp.nan)), "dynamic")
-    with pytest.raises(ValueError, match="extra axes of a stack or an ensemble; call it in a scan or under vmap"):
+    with pytest.raises(ValueError, match="extra axes of a stack or an ensemble; call"):
         stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), layer)
         quantize_for_inference(stacked, "dynamic")(x[0])
     with pytest.raises(ValueError, match="quantized for products in float32, whose scales differ"):

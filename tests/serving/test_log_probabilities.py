@@ -37,5 +37,5 @@ def test_against_float64_masked_and_under_jit():
 def test_named_arrays_and_errors():
     a = hax.named(jnp.zeros((2, 3)), ("batch", "position"))
     assert float(log_probability_mismatch(a, a - 0.5).largest) == 0.5
-    with pytest.raises(ValueError, match=r"not for the same tokens .*trained: \(2,\), sampled: \(3,\)"):
+    with pytest.raises(ValueError, match=r"not for the same tokens.*trained: \(2,\), sampled"):
         log_probability_mismatch(jnp.zeros(2), jnp.zeros(3))

@@ -13,6 +13,8 @@ import haliax_fp8 as fp8
 
 NUMBERS = (((1,), (0,)), ((), ()))
 
+# Of other recipes than delayed scaling, one layout.
+OTHER_RECIPES = [(recipe, "fsdp") for recipe in ("current", "rowwise", "deepseek", "mxfp8", "nvfp4")]
 # The specs of x, of both kernels, and of both outputs.
 LAYOUTS = {
     "data": (P("data"), P(), P(), P("data"), P("data")),
@@ -54,15 +56,13 @@ def step(recipe, layout, *kinds):
     return float(value), gradients
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe, layout", [*OTHER_RECIPES, *(("delayed", layout) for layout in LAYOUTS)])
 def test_numbers_are_those_of_automatic_axes(recipe, layout):
     check_step(recipe, layout, AxisType.Explicit, AxisType.Explicit)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("layout", ["fsdp", "columns"])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe, layout", [("delayed", "fsdp"), ("delayed", "columns"), *OTHER_RECIPES])
 def test_numbers_are_those_of_automatic_axes_on_a_mesh_with_both_kinds(recipe, layout):
     check_step(recipe, layout, AxisType.Explicit, AxisType.Auto)
 

@@ -223,23 +223,23 @@ def test_bad_steps_are_named():
 
     with (
         unchecked(),
-        pytest.raises(ValueError, match="reduce_gradients='once' must be None or haliax_fp8.training.ReduceOnce"),
+        pytest.raises(ValueError, match="reduce_gradients='once' must be None or"),
     ):
         fp8.TrainStep(loss_fn, optax.sgd(RATE), reduce_gradients="once")
-    with pytest.raises(ValueError, match="needs a mesh with automatic axes: call the step under jax.set_mesh"):
+    with pytest.raises(ValueError, match="needs a mesh with automatic axes: call the"):
         run(over="data")
     explicit = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(explicit), pytest.raises(ValueError, match="needs a mesh with automatic axes"):
         run(over="data")
     with jax.set_mesh(MESH):
-        with pytest.raises(ValueError, match="over='fsdp' is not an axis of the mesh, which has 'data', 'model'"):
+        with pytest.raises(ValueError, match="over='fsdp' is not an axis of the mesh"):
             run(over="fsdp")
         odd = x["batch", : Batch.size - 1]
-        with pytest.raises(ValueError, match="2 devices do not divide the leading axis of a batch array of shape"):
+        with pytest.raises(ValueError, match="2 devices do not divide the leading axis of"):
             run(over="data", x=odd)
 
         def divided(model, x, target):
             return loss_fn(model, hax.named(jax.lax.with_sharding_constraint(x.array, P("data")), x.axes), target)
 
-        with pytest.raises(ValueError, match="loss_fn divides an array over the mesh axes of reduce_gradients"):
+        with pytest.raises(ValueError, match="loss_fn divides an array over the mesh axes"):
             run(loss=divided, over="data")

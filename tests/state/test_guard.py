@@ -164,6 +164,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_are_noticed(name):
     scales = SCALES[(SCALES > 1e-12) & (SCALES < 1e4) & (np.abs(SCALES - 1.0) > 0.2)]
@@ -285,7 +286,7 @@ def test_gradients_that_are_divided_with_their_state_are_noticed(filter_grad):
     for gradients in wrong:
         changed = eqx.filter_jit(applied)(gradients)
         assert np.isnan(mean_square(changed, X))
-        with pytest.raises(ValueError, match="gradients that were divided before state was split from them"):
+        with pytest.raises(ValueError, match="gradients that were divided before state was"):
             fp8.describe(changed)
     for gradients in (scaled(1.0), scaled(4.0), jax.tree.map(lambda g: g.sum(0), of_examples)):
         assert np.isfinite(mean_square(eqx.filter_jit(applied)(gradients), X))
@@ -314,7 +315,7 @@ def test_gradients_that_were_cast_to_float16_before_state_was_split_from_them_ar
     model = mlp()
     gradients = filter_grad(mean_square)(model, X)
     overwrites, rest = fp8.partition_for_grad_overwrite(in_float16(gradients))
-    with pytest.raises(ValueError, match="overwrites are in float16.* Split state from gradients before you cast them"):
+    with pytest.raises(ValueError, match="overwrites are in float16.*Split state from gradients"):
         fp8.apply_updates(model, rest, overwrites)
     overwrites, rest = fp8.partition_for_grad_overwrite(gradients)
     assert np.isfinite(mean_square(fp8.apply_updates(model, in_float16(rest), overwrites), X))

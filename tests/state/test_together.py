@@ -52,6 +52,7 @@ def after_a_step(model, factor, x, g, gradient):
     return fp8.apply_updates(model, jax.tree.map(jnp.zeros_like, gradients), overwrites)
 
 
+@pytest.mark.smoke
 @both_gradients
 @pytest.mark.parametrize(
     "formats",

@@ -87,7 +87,8 @@ def histories(op: Fp8DotGeneral) -> dict[str, np.ndarray]:
 # --- What is recorded -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.smoke
+@pytest.mark.parametrize("count", [3, 1, 5])
 def test_histories_hold_the_amaxes_of_the_model_in_high_precision(count):
     """One for each batch, newest first, then oldest to newest; the oldest fall out; scales follow from them.
 
@@ -468,13 +469,13 @@ def test_amaxes_that_are_not_finite_are_not_recorded(value):
 def test_models_that_were_not_converted():
     """Calibrated first and converted afterwards, all would be lost."""
     for model in (mlp(), {}):
-        with pytest.raises(ValueError, match="no FP8 layer to calibrate; convert it first: model = fp8_linear_layers"):
+        with pytest.raises(ValueError, match="no FP8 layer to calibrate; convert it first"):
             calibrate(model, weighted_sum, batches(1))
 
 
 def test_model_and_loss_swapped():
     model = fp8_linear_layers(mlp())
-    with pytest.raises(ValueError, match=r"model and loss_fn are swapped: .* use calibrate\(model, loss_fn, batches\)"):
+    with pytest.raises(ValueError, match=r"model and loss_fn are swapped:.*use calibrate\(model"):
         calibrate(weighted_sum, model, batches(1))
 
 
@@ -515,7 +516,7 @@ def test_a_batch_in_place_of_a_list(batch, recipe):
     model = fp8_linear_layers(mlp(), Fp8Config(recipe=recipe))
     with (
         unchecked(),
-        pytest.raises(ValueError, match=r"batches is an? .*one batch.*calibrate\(model, loss_fn, \[batch\]\)"),
+        pytest.raises(ValueError, match=r"batches is an?.*calibrate\(model, loss_fn"),
     ):
         calibrate(model, weighted_sum, batch)
 
@@ -532,7 +533,7 @@ def test_losses_with_names_or_with_more_than_a_number():
     named = lambda model, x, g: hax.named(weighted_sum(model, x, g), ())
     expected = calibrate(model, weighted_sum, batches(1))
     assert bool(eqx.tree_equal(calibrate(model, named, batches(1)), expected))
-    with pytest.raises(ValueError, match="loss_fn returned a tuple of 2, but must return the loss alone"):
+    with pytest.raises(ValueError, match="loss_fn returned a tuple of 2, but must"):
         calibrate(model, lambda *args: (weighted_sum(*args), {}), batches(1))
 
 
@@ -553,7 +554,7 @@ def test_errors_of_the_loss_reach_the_caller():
 @pytest.mark.parametrize("form", [lambda x, g: [x, g], lambda x, g: [[x, g]]], ids=["list", "lists"])
 def test_a_list_where_a_tuple_belongs(form):
     batch = form(*batches(1)[0])
-    with pytest.raises(ValueError, match=r"required argument: 'g'.*calibrate\(model, loss_fn, \[\(x, y\)\]\)"):
+    with pytest.raises(ValueError, match=r"required argument: 'g'.*calibrate\(model, loss_fn"):
         calibrate(fp8_linear_layers(mlp(), SHORT), weighted_sum, batch)
     with pytest.raises(ValueError, match=r"quantization_statistics\(model, loss_fn, x, y\)"):
         quantization_statistics(fp8_linear_layers(mlp(), SHORT), weighted_sum, batch)

@@ -21,6 +21,7 @@ def model():
     return {"layer": fp8_linear_layers(plain), **other}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_parameters_are_cast_and_nothing_else(dtype):
     before = model()
@@ -45,7 +46,7 @@ def test_swapped_arguments_are_named():
     """Without a dump of the model."""
     with (
         unchecked(),
-        pytest.raises(ValueError, match=r"^model and dtype are swapped: .*; use cast_params\(model, jnp.bfloat16\)$"),
+        pytest.raises(ValueError, match=r"^model and dtype are swapped:.*; use cast_params\(model"),
     ):
         cast_params(jnp.bfloat16, eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0)))
     with unchecked(), pytest.raises(ValueError, match="^dtype is of type list, and is not a floating dtype"):

@@ -30,9 +30,7 @@ def test_a_poisoned_batch_is_refused_and_the_old_model_goes_on(tmp_path):
             require_finite_step(metrics, step=i, where=functools.partial(where_not_finite, model, loss, batch))
         except NonFiniteStep as error:
             refused.append((error.step, str(error)))
-            with pytest.raises(
-                ValueError, match=r"layers.0.weight has \d+ elements that are infinite or NaN, the first"
-            ):
+            with pytest.raises(ValueError, match=r"layers.0.weight has \d+ elements that are"):
                 save(file, (new_model, new_state))
             save(tmp_path / "poisoned.safetensors", new_model, allow_nonfinite=True)
             continue

@@ -419,7 +419,7 @@ def test_batched_kernels_have_copies_where_scales_do_not_run_along_a_sum():
         assert copied.op.kernel_copies is not None
         assert_same(loss(copied, x), loss(model, x))
     rowwise = fp8_linear_layers(PerHead(weight), dataclasses.replace(config, recipe="rowwise"))
-    with pytest.raises(ValueError, match=r"kernel has batch axes \(0,\), .* under vmap over its batch axes, or"):
+    with pytest.raises(ValueError, match=r"kernel has batch axes \(0,\),.*under vmap over its batch"):
         quantize_kernels(rowwise, config)(x)
 
 
@@ -440,7 +440,7 @@ def test_a_model_with_copies_is_not_trained_or_saved(tmp_path):
         lambda: fp8.partition_for_grad_overwrite(quantized),
         lambda: fp8.apply_updates(quantized, gradients, overwrites),
     ):
-        with pytest.raises(ValueError, match=r"has quantized kernels, in up, heads, out and 1 more.*Pass the original"):
+        with pytest.raises(ValueError, match=r"has quantized kernels, in up.*Pass the original"):
             misuse()
     assert_same(
         fp8.trainable(fp8.apply_updates(model, gradients, overwrites)),
@@ -458,7 +458,7 @@ def test_a_model_with_copies_is_not_trained_or_saved(tmp_path):
 def test_copies_of_another_kernel():
     layer, (x, _) = fp8_linear_layers(Model.init().last), inputs_and_gradients()["last"]
     quantized, half = quantize_kernels(layer), functools.partial(fp8.cast_params, dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"kernel has dtype bfloat16 in a product in bfloat16.*compute_dtype"):
+    with pytest.raises(ValueError, match=r"kernel has dtype bfloat16 in a.*compute_dtype"):
         jax.vmap(half(quantized))(x.astype(jnp.bfloat16))
     # An op that rounds by itself takes kernels of both dtypes.
     rounding = fp8_linear_layers(Model.init().last, compute_dtype=jnp.bfloat16)
@@ -466,7 +466,7 @@ def test_copies_of_another_kernel():
     assert_same(*found)
     # A cast of everything reaches the scale, which is then another one than the kernel was divided by.
     whole = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, tree)
-    with pytest.raises(ValueError, match="kernel's scale is in bfloat16.* with a scale in float32: the model was cast"):
+    with pytest.raises(ValueError, match="kernel's scale is in bfloat16.*with a scale in float32"):
         jax.vmap(whole(quantize_kernels(rounding)))(x.astype(jnp.bfloat16))
     found = [jax.vmap(make(whole(rounding)))(x.astype(jnp.bfloat16)) for make in (quantize_kernels, lambda m: m)]
     assert_same(*found)
@@ -476,7 +476,7 @@ def test_copies_of_another_kernel():
 
 
 def test_the_choice_is_checked():
-    with pytest.raises(ValueError, match="quantize_kernels='twice' must be one of 'in_each_microbatch', 'once', 'gath"):
+    with pytest.raises(ValueError, match="quantize_kernels='twice' must be one of"):
         TrainStep(loss_fn, optax.sgd(0.1), quantize_kernels="twice")
     with unchecked(), pytest.raises(ValueError, match="must be a tuple of LayerRule"):
         TrainStep(loss_fn, optax.sgd(0.1), rules=(Dense,))

@@ -123,6 +123,7 @@ def test_the_guide_lets_skip_the_partition_of_the_module(module, data):
     np.testing.assert_array_equal(updated.up_proj.dot_general.amax_history("input")[0], amax(data[0]))
 
 
+@pytest.mark.smoke
 def test_the_guide_converts_all_layers(module):
     module = haxq.fp8_linear_layers(module)
     assert is_fp8(module.up_proj)

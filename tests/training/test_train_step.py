@@ -91,8 +91,9 @@ class SecondAlone(eqx.Module):
         return self.layers.layers[1](jnp.tile(x, 2))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
-    "microbatches, update_interval, ruined", [(1, 1, None), (2, 1, slice(None)), (2, 3, slice(0, None, 2))]
+    "microbatches, update_interval, ruined", [(2, 3, slice(0, None, 2)), (2, 1, slice(None)), (1, 1, None)]
 )
 def test_a_step_writes_the_state_that_apply_updates_computes(microbatches, update_interval, ruined):
     """The step takes scales and histories from its gradients; `apply_updates` computes them again, from the amaxes.
@@ -222,7 +223,7 @@ def test_a_monitor_can_come_and_go():
     model, state, metrics = plain(model, state, X)
     assert int(state.steps) == 2 and len(metrics) == 2
     assert len(monitored(model, state, X)[2]) > 2
-    with pytest.raises(ValueError, match="inside jit there is only one.*quantization_statistics inside"):
+    with pytest.raises(ValueError, match="inside jit there is only one.*quantization_statistics"):
         eqx.filter_jit(monitored)(model, state, X)
 
 
@@ -338,6 +339,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_are_explained(case):
     mistake, message = MISTAKES[case]
@@ -352,7 +354,7 @@ def test_memory_that_a_step_reused_is_named():
     old = copied(MODEL)
     old_state = step.init(old)
     model, opt_state, _ = step(old, old_state, X)
-    with pytest.raises(ValueError, match=r"^opt_state cannot be used again: .* donate=True.* that it returned"):
+    with pytest.raises(ValueError, match=r"^opt_state cannot be used again:.*that it returned"):
         step(copied(model), old_state, X)
     with pytest.raises(ValueError, match="^model cannot be used again"):
         step(old, opt_state, X)

@@ -100,6 +100,7 @@ def test_partition_splits_gradients_like_the_model(layer):
         assert jax.tree.structure(part) == jax.tree.structure(expected)
 
 
+@pytest.mark.smoke
 def test_apply_updates_adds_to_parameters(layer):
     overwrites, gradients = partition_for_grad_overwrite(eqx.filter_grad(once)(layer, *batch_of(0)))
     updated = apply_updates(layer, gradients, overwrites)
@@ -167,6 +168,7 @@ def test_train_step_leaves_integers_and_functions_alone(with_buffers, microbatch
         assert eqx.tree_equal(getattr(updated, name), getattr(with_buffers, name))
 
 
+@pytest.mark.smoke
 @both_gradients
 def test_accumulation_takes_the_maximum_over_microbatches(layer, grad):
     """Over several steps, the state is as if the microbatches had been one batch."""
@@ -265,6 +267,7 @@ def test_the_loss_and_the_norm_of_microbatches_are_those_of_the_batch():
     np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], [2.5, 2.5 * 2 / 5], rtol=1e-6)
 
 
+@pytest.mark.more
 def test_the_norm_of_gradients_is_computed_in_float32():
     """Squares leave float16 for gradients below 2e-4 and above 256, and a sum of 600 equal ones bfloat16."""
     for dtype, count, value in [
@@ -319,6 +322,7 @@ def test_updates_of_other_shapes_are_an_error(layer):
 # --- Layers used several times, or not at all ------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @jitted_or_not
 def test_layer_used_twice_records_the_exact_maximum(layer, transform):
     gradients_of = transform(filter_grad(twice))
@@ -439,6 +443,7 @@ def test_layer_in_fold_records_the_exact_maximum_over_blocks():
     np.testing.assert_array_equal(shared.dot_general.amax_history("kernel")[0], amax(model[1].weight))
 
 
+@pytest.mark.smoke
 def test_per_example_loss_under_vmap_trains_like_a_batched_one(layer):
     """The plain Equinox style, `vmap` over a function of one example: the same model, bit for bit."""
 
@@ -461,6 +466,7 @@ def with_value(array, value):
     return hax.named(array.array.at[(0,) * array.array.ndim].set(value), array.axes)
 
 
+@pytest.mark.smoke
 @both_gradients
 @by_name("value", [np.inf, -np.inf, np.nan])
 @by_name("operand", OPERANDS)
@@ -487,7 +493,7 @@ def test_amax_that_is_not_finite_is_not_recorded(layer, operand, value, grad):
 
 
 @both_gradients
-@by_name("magnitude", [1e-36, 1e-37, 1e-38, 1e-40, 1e-45])
+@by_name("magnitude", [1e-38, 1e-36, 1e-45])
 @by_name("operand", OPERANDS)
 def test_tiny_amax_gives_no_nan(layer, operand, magnitude, grad):
     """Its scale would be zero, and zero divided by it NaN."""
@@ -572,9 +578,10 @@ def test_model_cast_to_bf16_inside_the_loss_keeps_exact_state(layer, loss, grad)
         assert_state_is(layer.dot_general, expected)
 
 
+@pytest.mark.smoke
 @both_gradients
-@by_name("compute_dtype", [None, f32, bf16, f16])
-@by_name("dtype", [f32, bf16, f16])
+@by_name("compute_dtype", [f16, None, f32, bf16])
+@by_name("dtype", [bf16, f32, f16])
 def test_gradients_have_the_dtypes_of_what_they_belong_to(dtype, compute_dtype, grad):
     layer = fp8(cast(new_linear(), dtype), compute_dtype=compute_dtype)
     x, g = (cast(array, dtype) for array in batch_of(0))
