@@ -108,7 +108,7 @@ def row(recipe: str, way: str, flags: str, device: str, sizes: MicrobatchSizes =
         "fp8_flops": report.fp8_share,
         "other_launches": report.step.others.count,
         "other_gb": report.step.others.bytes / 1e9,
-        "temporaries_mb": report.step.memory.temporaries / 2**20,
+        "temporaries_gb": report.step.memory.temporaries / 1e9,
     }
 
 
@@ -119,7 +119,7 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
     "FLOPs in FP8": lambda r: f"{r['fp8_flops']:.1%}",
     "other launches": lambda r: str(r["other_launches"]),
     "other GB": lambda r: f"{r['other_gb']:.2f}",
-    "temporaries, MB": lambda r: f"{r['temporaries_mb']:,.0f}",
+    "temporaries, GB": lambda r: f"{r['temporaries_gb']:.2f}",
 }
 
 

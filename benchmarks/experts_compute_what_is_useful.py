@@ -3,7 +3,7 @@
     uv run benchmarks/experts_compute_what_is_useful.py [--device h100] [--markdown] [--json FILE]
 
 Compiles a layer of experts, its output and both gradients, for a GPU that need not be here, with XLA's default flags,
-and counts FLOPs, bytes of other launches and temporaries. One device in a process: see `docs/experts.md`.
+and counts FLOPs, bytes of other launches and temporaries. One device in a process: see `docs/experts-and-attention.md`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
     "computed": lambda row: f"{row['computed']:.3g}",
     "in FP8": lambda row: f"{row['fp8']:.0%}",
     "other GB": lambda row: f"{row['gigabytes']:.2f}",
-    "temporaries, MB": lambda row: f"{row['megabytes']:,.0f}",
+    "temporaries, GB": lambda row: f"{row['temporaries']:.2f}",
 }
 
 
@@ -43,7 +43,7 @@ def figures(device: str, recipe: str | None, size: str) -> Row:
         "computed": found.flops,
         "fp8": found.fp8_share,
         "gigabytes": found.others.bytes / 1e9,
-        "megabytes": found.memory.temporaries / 1e6,
+        "temporaries": found.memory.temporaries / 1e9,
     }
 
 

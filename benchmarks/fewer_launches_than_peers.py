@@ -2,9 +2,9 @@
 
     uv run benchmarks/fewer_launches_than_peers.py [--json FILE] [--markdown] [--device h100]
 
-Compiles the gradient of four blocks' linear layers of Llama-8B, and of a stack of eight MLPs (2048 -> 8192 -> 2048),
-8192 tokens, for a device that this machine need not have: in bf16, with `haliax_fp8`, with `haliax.quantization`, and
-with Flax's op instead of Haliax's (see `lib/libraries.py`). Prints what the compiled programs contain. "Other" launches
+Compiles the gradient of four blocks' linear layers of Llama-8B, 8192 tokens, for a device that this machine need not
+have: in bf16, with `haliax_fp8`, with `haliax.quantization`, and with Flax's op instead of Haliax's (see
+`lib/libraries.py`). Prints what the compiled programs contain. "Other" launches
 are all those that are not matrix products. Counts and bytes are read from the program. Time on the device is an
 estimate from data-sheet peaks; the seconds are those of tracing and compiling on this machine; nothing runs. Set
 `JAX_PLATFORMS=cpu` if JAX finds a GPU plugin without its driver.
@@ -38,7 +38,7 @@ def held(stack: Stack, library: Library, device: str, sizes: Sizes) -> dict[str,
         "fp8_flops": report.fp8_share,
         "other_launches": program.others.count,
         "other_gb": program.others.bytes / 1e9,
-        "temporaries_mb": program.memory.temporaries / 2**20,
+        "temporaries_gb": program.memory.temporaries / 1e9,
         "compile_s": program.seconds,
         "estimate_ms": None if report.estimate is None else report.estimate.total * 1e3,
     }
@@ -51,7 +51,7 @@ COLUMNS = {
     "FLOPs in FP8": lambda r: f"{r['fp8_flops']:.1%}",
     "other launches": lambda r: str(r["other_launches"]),
     "other GB": lambda r: f"{r['other_gb']:.1f}",
-    "temporaries, MB": lambda r: f"{r['temporaries_mb']:,.0f}",
+    "temporaries, GB": lambda r: f"{r['temporaries_gb']:.2f}",
     "compiled in, s": lambda r: f"{r['compile_s']:.1f}",
     "estimate, ms": lambda r: "" if r["estimate_ms"] is None else f"{r['estimate_ms']:.1f}",
 }

@@ -46,7 +46,7 @@ class Layout:
         mesh: The mesh axes and their sizes.
         parameters: The mesh axis of each named axis of parameters.
         activations: The same of activations. With `sequence`, positions are divided between layers, see
-            `docs/scaling-out.md`.
+            `docs/many-devices.md`.
     """
 
     mesh: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""Claim: with rematerialization between products, FP8 moves little more than bf16 and needs far less memory.
+"""Claim: FP8 with rematerialization moves fewer bytes than bf16 in a scan, and needs less memory without checkpointing.
 
     uv run benchmarks/less_memory_than_bf16.py [--json FILE] [--markdown] [--device h100]
 
@@ -15,104 +15,80 @@ import haliax as hax
 from fewer_launches_than_peers import COLUMNS, held
 from lib import output
 from lib.libraries import LIBRARIES, Library
-from lib.models import COMPRESSED, LLAMA_8B, REMATERIALIZED, REMATERIALIZED_IN_FLOAT32, RULES, STACKS, Stack, llama
+from lib.models import LLAMA_8B, RULES, STACKS, Stack, llama
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
+from haliax_fp8.memory import KernelResidual, default_rematerialization, rematerialize, share_input_scales
 
 
-def _saving(*names: str) -> hax.ScanCheckpointPolicy:
-    return hax.ScanCheckpointPolicy(save_block_internals=list(names))
+BF16, FP8 = LIBRARIES["bf16"], LIBRARIES["haliax_fp8"]
 
 
-def _converted(change: Callable[[Any], Any] = lambda model: model, **options: Any) -> Library:
-    convert = lambda model: change(fp8.fp8_linear_layers(model, fp8.Fp8Config(**options)))
-    return dataclasses.replace(LIBRARIES["haliax_fp8"], convert=convert)
+def then(library: Library, *changes: Callable[[Any], Any]) -> Library:
+    """The library, with changes to what it converted."""
+
+    def convert(model: Any) -> Any:
+        model = library.convert(model)
+        for change in changes:
+            model = change(model)
+        return model
+
+    return dataclasses.replace(library, convert=convert)
 
 
-BF16, DEFAULT, HALIAX = (LIBRARIES[name] for name in ("bf16", "haliax_fp8", "haliax.quantization"))
-SHARED = _converted(fp8.memory.share_input_scales)
-SHARED_KEPT = _converted(fp8.memory.share_input_scales, kernel_residual=fp8.memory.KernelResidual.KEEP)
-# Neither amaxes nor state.
-STATIC = _converted(fp8.memory.share_input_scales, recipe="static")
+KEPT = dataclasses.replace(
+    FP8, convert=lambda model: fp8.fp8_linear_layers(model, fp8.Fp8Config(kernel_residual=KernelResidual.KEEP))
+)
+SHARED_KEPT = then(KEPT, share_input_scales)
 
 
-def rematerialized(library: Library, device: str) -> Library:
-    """Converted, then `rematerialize`d: the blocks' code does nothing for it."""
-    change = lambda model: fp8.memory.rematerialize(library.convert(model), device=device, rules=RULES)
-    return dataclasses.replace(library, convert=change)
+def rematerialized(library: Library, device: str, rules: Any = RULES) -> Library:
+    """Converted, then `rematerialize`d."""
+    return then(library, lambda model: rematerialize(model, device=device, rules=rules))
 
 
-def from_outside(device: str) -> dict[str, tuple[Stack, Library]]:
-    """The rows with `rematerialize`, which depend on the device."""
-    libraries = {"bf16": BF16, "FP8": DEFAULT, "FP8, shared": SHARED, "FP8, shared, kernels kept": SHARED_KEPT}
+def _saving(*names: str) -> Stack:
+    return llama(checkpointing=hax.ScanCheckpointPolicy(save_block_internals=list(names)))
+
+
+def options_for(device: str) -> dict[str, tuple[Stack, Library]]:
+    """What is compiled, by name. "With a rule": one for the blocks' feed-forward layers, see `lib.models.RULES`."""
+    shared = then(FP8, share_input_scales)
+    libraries = {
+        "bf16": BF16,
+        "bf16, rematerialize with a rule": rematerialized(BF16, device),
+        "FP8": FP8,
+        "FP8, shared": shared,
+        "FP8, rematerialize": rematerialized(FP8, device, default_rematerialization),
+        "FP8, rematerialize, shared": rematerialized(shared, device, default_rematerialization),
+        "FP8, rematerialize with a rule": rematerialized(FP8, device),
+        "FP8, rematerialize with a rule, shared": rematerialized(shared, device),
+    }
+    kept = {
+        "FP8, kernels kept": KEPT,
+        "FP8, rematerialize with a rule, shared, kernels kept": rematerialized(SHARED_KEPT, device),
+    }
+    stacks = {"unrolled": libraries | kept, "scan": libraries, "scan + checkpointing": libraries}
+    policies = {
+        "scan, save_fp8_operands: FP8": (_saving("fp8_operand", "fp8_output"), FP8),
+        "scan, save_nothing_but_fp8: FP8": (_saving("fp8_operand"), FP8),
+    }
     return {
-        f"{name}, rematerialize: {library}": (STACKS[f"Llama-8B, {name}"], rematerialized(how, device))
-        for name in ("unrolled", "scan", "scan + checkpointing")
-        for library, how in libraries.items()
-        if name == "unrolled" or "kept" not in library
-    }
-
-
-ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, shared": SHARED}
-
-
-def _rematerialized(name: str, libraries: dict[str, Library], **options: Any) -> dict[str, tuple[Stack, Library]]:
-    """What lies between products keeps its inputs alone, in all libraries; computed in its own dtype, or in float32."""
-    ours = {library: how for library, how in libraries.items() if library.startswith("FP8")}
-    parts = {
-        "rematerialized": (REMATERIALIZED, libraries),
-        "rematerialized in float32": (REMATERIALIZED_IN_FLOAT32, libraries),
-        "rematerialized in float32, q/k/v joined": ({**REMATERIALIZED_IN_FLOAT32, "joined": True}, ours),
-    }
-    return {
-        f"{name}, {how}: {library}": (llama(**changed, **options), converted)
-        for how, (changed, chosen) in parts.items()
-        for library, converted in chosen.items()
-    }
-
-
-OPTIONS: dict[str, tuple[Stack, Library]] = {
-    "unrolled: bf16": (STACKS["Llama-8B, unrolled"], BF16),
-    "unrolled: FP8": (STACKS["Llama-8B, unrolled"], DEFAULT),
-    "unrolled: FP8, kernels kept": (
-        STACKS["Llama-8B, unrolled"],
-        _converted(kernel_residual=fp8.memory.KernelResidual.KEEP),
-    ),
-    "unrolled: FP8, shared": (STACKS["Llama-8B, unrolled"], SHARED),
-    "unrolled: FP8, shared, kernels kept": (STACKS["Llama-8B, unrolled"], SHARED_KEPT),
-    "unrolled: FP8, shared, constant scales": (STACKS["Llama-8B, unrolled"], STATIC),
-    **_rematerialized("unrolled", {**ALL, "FP8, shared, kernels kept": SHARED_KEPT}, stacked=False),
-    "scan: bf16": (STACKS["Llama-8B, scan"], BF16),
-    "scan: FP8": (STACKS["Llama-8B, scan"], DEFAULT),
-    "scan: FP8, shared": (STACKS["Llama-8B, scan"], SHARED),
-    "scan: FP8, shared, constant scales": (STACKS["Llama-8B, scan"], STATIC),
-    "scan: FP8, shared, compressed": (llama(**COMPRESSED), SHARED),
-    **_rematerialized("scan", ALL),
-    "scan: FP8, shared, save_fp8_operands": (
-        llama(checkpointing=_saving("fp8_operand", "fp8_output")),
-        SHARED,
-    ),
-    "scan: FP8, shared, save_nothing_but_fp8": (
-        llama(checkpointing=_saving("fp8_operand")),
-        SHARED,
-    ),
-    "scan + checkpointing: bf16": (STACKS["Llama-8B, scan + checkpointing"], BF16),
-    "scan + checkpointing: FP8": (STACKS["Llama-8B, scan + checkpointing"], DEFAULT),
-    "scan + checkpointing: FP8, shared": (STACKS["Llama-8B, scan + checkpointing"], SHARED),
-    "scan + checkpointing: FP8, shared, constant scales": (STACKS["Llama-8B, scan + checkpointing"], STATIC),
-    **_rematerialized("scan + checkpointing", ALL, checkpointing=True),
-}
+        f"{stack}: {name}": (STACKS[f"Llama-8B, {stack}"], library)
+        for stack, chosen in stacks.items()
+        for name, library in chosen.items()
+    } | policies
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="h100")
-    parser.add_argument("--option", choices=[*OPTIONS, *from_outside("h100")], action="append", help="default: all")
+    parser.add_argument("--option", choices=list(options_for("h100")), action="append", help="default: all")
     output.add_arguments(parser)
     options = parser.parse_args()
-    rows, cases = [], OPTIONS | from_outside(options.device)
+    rows, cases = [], options_for(options.device)
     with Progress(transient=True) as progress:
         for name in progress.track(options.option or list(cases), description="compiling"):
             rows.append({"option": name, **held(*cases[name], options.device, LLAMA_8B)})

@@ -1,4 +1,4 @@
-"""What is compiled and run: blocks with the sizes of Llama-8B, and a stack of feed-forward layers."""
+"""What is compiled and run: blocks with the sizes of Llama-8B."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import haliax_fp8 as fp8
 from haliax_fp8 import models
-from haliax_fp8.models import TransformerConfig, swiglu
+from haliax_fp8.models import TransformerConfig
 from lib.libraries import in_bf16
 
 
@@ -27,19 +27,13 @@ class Sizes:
 
     Args:
         llama: Blocks of Llama-8B.
-        tokens: How many tokens, in all models.
-        mlp_embed: Width of the stack of feed-forward layers, between them.
-        mlp_inner: The same, inside.
-        mlp_blocks: How many there are.
+        tokens: How many tokens.
     """
 
     llama: TransformerConfig = TransformerConfig(
         layers=4, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, attention=mix, unroll=1
     )
     tokens: int = 8192
-    mlp_embed: int = 2048
-    mlp_inner: int = 8192
-    mlp_blocks: int = 8
 
 
 LLAMA_8B = Sizes()
@@ -48,17 +42,8 @@ LLAMA_8B = Sizes()
 TINY = Sizes(
     TransformerConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=64, attention=mix, unroll=1),
     tokens=16,
-    mlp_embed=16,
-    mlp_inner=32,
-    mlp_blocks=2,
 )
 """For tests."""
-
-
-def _rematerialized_in_float32(function: Any) -> Any:
-    # The norms compute in float32 anyway.
-    dtype = None if isinstance(function, eqx.Module) else jnp.float32
-    return fp8.memory.rematerialized(function, compute_dtype=dtype)
 
 
 RULES = (
@@ -66,15 +51,6 @@ RULES = (
     *fp8.memory.default_rematerialization,
 )
 """For `rematerialize`: the blocks' feed-forward layers, beside what it knows."""
-
-REMATERIALIZED = {"between": fp8.memory.rematerialized}
-"""Everything between products keeps only its inputs."""
-
-REMATERIALIZED_IN_FLOAT32 = {"between": _rematerialized_in_float32}
-"""The same, computed in float32."""
-
-COMPRESSED = {"activation": fp8.memory.compressed(swiglu)}
-"""The inputs of the activation function are kept in FP8."""
 
 
 class Block(eqx.Module):
@@ -99,27 +75,6 @@ class Block(eqx.Module):
         before_attention, before_mlp = map(self.config.between, self.norms)
         x = x + self.attention(before_attention(x))
         return x + self.mlp(before_mlp(x))
-
-
-class FeedForward(eqx.Module):
-    """`down(gelu(up(x)))`."""
-
-    up: hnn.Linear
-    down: hnn.Linear
-
-    @staticmethod
-    def init(sizes: Sizes, *, key: jax.Array) -> "FeedForward":
-        """A layer with random weights."""
-        Hidden, Inner = hax.Axis("hidden", sizes.mlp_embed), hax.Axis("inner", sizes.mlp_inner)
-        up, down = jax.random.split(key)
-        return FeedForward(
-            hnn.Linear.init(Hidden, Inner, key=up, use_bias=False),
-            hnn.Linear.init(Inner, Hidden, key=down, use_bias=False),
-        )
-
-    def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
-        """Maps `(token, hidden)` to the same axes."""
-        return self.down(hnn.gelu(self.up(x)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,18 +139,12 @@ def llama(*, stacked: bool = True, checkpointing: Any = False, joined: bool = Fa
     return Stack(init, lambda sizes: sizes.llama.hidden)
 
 
-def _feed_forward_layers(sizes: Sizes) -> Any:
-    Blocks = hax.Axis("block", sizes.mlp_blocks)
-    return hnn.BlockSeq.init(Blocks, FeedForward)(sizes, key=jax.random.split(jax.random.key(0), Blocks.size))
-
-
 STACKS: dict[str, Stack] = {
     "Llama-8B, unrolled": llama(stacked=False),
     "Llama-8B, scan": llama(),
     "Llama-8B, scan + checkpointing": llama(checkpointing=True),
-    "MLP": Stack(_feed_forward_layers, lambda sizes: sizes.mlp_embed),
 }
-"""By name. MLP: eight feed-forward layers, each from 2048 to 8192 and back, one after the other."""
+"""By name."""
 
 
 def loss(model: Any, x: hax.NamedArray) -> jax.Array:

@@ -1,7 +1,6 @@
-"""What all figures of the documentation share: colours, style, boxes and arrows, and text that a phone can show."""
+"""What all figures of the documentation share: colours, style, boxes and arrows."""
 
 import pathlib
-import re
 
 import matplotlib
 
@@ -26,41 +25,18 @@ STYLE = {
 }
 
 
-# A phone of 390 px shows a figure 358 px wide, whatever its width. Text of 7 px can just be read.
-PHONE, READABLE = 358.0, 7.0
-# Points, and inches: together they give 7.3 px there.
+# Points, and inches: text of this size can be read in a figure of this width on a phone too.
 SMALLEST, WIDEST = 10.0, 6.8
 
 
 def write(figure: Figure, path: pathlib.Path) -> None:
-    """Writes a figure, without a background: the site turns the lightness around in the dark.
-
-    Raises:
-        ValueError: If its text could not be read on a phone.
-    """
+    """Writes a figure, without a background: the site turns the lightness around in the dark."""
     for text in figure.findobj(Text):
         if isinstance(text, Text):
             text.set_fontsize(max(text.get_fontsize(), SMALLEST))
     if figure.get_layout_engine() is not None:
         figure.set_figwidth(min(figure.get_figwidth(), WIDEST))
     figure.savefig(path, metadata={"Date": None}, transparent=True, bbox_inches="tight")
-    require_readable(path.name, path.read_text(), SMALLEST)
-
-
-def require_readable(name: str, svg: str, smallest: float) -> None:
-    """Raises unless text of a size, in the units of a picture, can be read on a phone.
-
-    Raises:
-        ValueError: If it would be smaller than 7 px.
-    """
-    found = re.search(r'viewBox="0 0 (\S+) ', svg)
-    assert found is not None, f"{name} has no viewBox"
-    height = smallest * PHONE / float(found[1])
-    if height < READABLE:
-        raise ValueError(
-            f"{name} is {float(found[1]):.0f} units wide, so text of {smallest:g} is {height:.1f} px high on a phone, "
-            f"and should be {READABLE:g}: make the figure narrower, or its text larger"
-        )
 
 
 def box(

@@ -1,8 +1,15 @@
-"""Draws the figures of the documentation: `uv run docs/_figures/figures.py [folder]`."""
+"""Draws the figures of the documentation into `docs/images/`.
+
+    uv run docs/_figures/figures.py                  # all of them
+    uv run docs/_figures/figures.py state-flow       # those that are named
+
+The files are kept in the repository, and building the site only copies them.
+"""
 
 import argparse
 import pathlib
 
+import jax
 import kept_report
 import matplotlib.pyplot as plt
 import plot_figures
@@ -18,10 +25,12 @@ from drawing import (
     arrow,
     blank,
     box,
-    require_readable,
     write,
 )
 from matplotlib.figure import Figure
+
+
+IMAGES = pathlib.Path(__file__).parents[1] / "images"
 
 
 def three_products() -> Figure:
@@ -96,26 +105,28 @@ FIGURES = {
 }
 
 
-def main(folder: pathlib.Path) -> None:
-    """Writes every figure as an SVG file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in kept_report.PICTURES.items():
-        picture = draw()
-        require_readable(name, picture, kept_report.TEXT_SIZE)
-        (folder / f"{name}.svg").write_text(picture)
-    with plt.rc_context(STYLE):
-        for name, draw in FIGURES.items():
-            figure = draw()
-            write(figure, folder / f"{name}.svg")
+def main(names: list[str]) -> None:
+    """Writes figures as SVG files: those that are named, or all."""
+    for name in names or [*kept_report.PICTURES, *FIGURES]:
+        path = IMAGES / f"{name}.svg"
+        if name in kept_report.PICTURES:
+            path.write_text(kept_report.PICTURES[name]())
+            continue
+        with plt.rc_context(STYLE):
+            figure = FIGURES[name]()
+            write(figure, path)
             plt.close(figure)
 
 
 if __name__ == "__main__":
+    # Some come from models that are trained for a few steps; on the CPU they are the same everywhere.
+    jax.config.update("jax_platforms", "cpu")
     parser = argparse.ArgumentParser(description="Draws the figures of the documentation.")
     parser.add_argument(
-        "folder",
-        nargs="?",
-        type=pathlib.Path,
-        default=pathlib.Path(__file__).parents[1] / "images",
+        "names",
+        nargs="*",
+        choices=[*kept_report.PICTURES, *FIGURES],
+        metavar="NAME",
+        help="only these; all of them if none is given",
     )
-    main(parser.parse_args().folder)
+    main(parser.parse_args().names)

@@ -32,8 +32,6 @@ KEPT = pathlib.Path(__file__).with_name("kept_report.json")
 DEVICE, OPTIONS = "h100", {"xla_gpu_enable_triton_gemm": False}
 FLAGS = XlaFlags.parse("--xla_gpu_enable_triton_gemm=false")
 COMMAND = "my_training.py:make_step --device h100"
-TEXT_SIZE = 20.0
-"""Of Rich's pictures of a terminal, in the units of its SVG."""
 
 
 def compiled() -> PreflightReport:

@@ -1,4 +1,4 @@
-"""Draws one picture with each function of `haliax_fp8.plots`: of formats, a small model in training, a benchmark."""
+"""Draws one picture with each function of `haliax_fp8.plots`: of formats, and of a small model in training."""
 
 import functools
 import json
@@ -19,8 +19,7 @@ from haliax_fp8.recipes import E2M1, E4M3, E5M2
 from haliax_fp8.statistics import StatisticsLog
 
 
-RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
-CONVERGENCE = RESULTS.with_name("convergence.json")
+CONVERGENCE = pathlib.Path(__file__).parents[2] / "benchmarks" / "convergence.json"
 ON_BOTH = "#7d8896"
 SEEDS, STEPS, EVERY, WIDTH = 3, 60, 3, 32
 
@@ -111,27 +110,6 @@ def delayed_scaling() -> Figure:
     return plots.delayed_scaling(amaxes, scalings)
 
 
-def benchmark_bars() -> Figure:
-    """Four blocks of Llama-8B, from the first table of the results."""
-    lines = RESULTS.read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("| stack | library |"))
-    names = [cell.strip() for cell in lines[start].strip("|").split("|")]
-    rows = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("| Llama-8B, unrolled |"):
-            break
-        row = dict(
-            zip(names, (cell.strip() for cell in line.strip("|").split("|")), strict=True)
-        )
-        figures = {
-            name: float(row[name].replace(",", ""))
-            for name in ("estimate, ms", "temporaries, MB")
-        }
-        rows.append({"library": row["library"], **figures})
-    values = {"estimate, ms": "estimated time, ms", "temporaries, MB": "temporary memory, MB"}
-    return plots.benchmark_bars(rows, values, label="library", baseline="bf16")
-
-
 def convergence() -> Figure:
     """Losses of a language model in bf16 and in FP8, over the seeds that all of them have."""
     rows = json.loads(CONVERGENCE.read_text())["rows"]
@@ -163,5 +141,4 @@ FIGURES = {
     "loss-curves": loss_curves,
     "heatmaps": heatmaps,
     "operand-histogram": operand_histogram,
-    "benchmark-bars": benchmark_bars,
 }

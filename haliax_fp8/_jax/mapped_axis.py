@@ -1,4 +1,9 @@
-"""An axis that `vmap` maps, moved to where a batching rule wants it."""
+"""An axis that `vmap` maps, moved to where a batching rule wants it.
+
+Rules for results move it to the very front. In a traced program (a `jit`, a loop, a checkpoint) JAX assumes that the
+mapped axis of a custom derivative's result is also that of its derivative. If it were not, and sizes agreed, axes would
+be swapped without an error.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped

@@ -132,8 +132,8 @@ def transposed_from_fp8(data: Array) -> Array:
     """FP8 data that one product reads, and another transposed; on NVIDIA GPUs the transposition reads FP8 too.
 
     Otherwise XLA casts and writes both in one launch. That moves fewer bytes, but about half as many in a second, see
-    `docs/decisions/transposed-from-fp8.md`. The barrier is in front of both products, so that devices which need all
-    of the data send it once.
+    `docs/design-notes.md`. The barrier is in front of both products, so that devices which need all of the data send it
+    once.
     """
     return barrier_p.bind(data, programs=Programs.FOR_NVIDIA_GPUS)
 

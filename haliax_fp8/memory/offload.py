@@ -36,7 +36,7 @@ class HostOptimizer(eqx.Module):
     outside stacks are updated together after that.
 
     The device then holds 2 bytes per weight for parameters, 2 for gradients, and a few layers, instead of 16 with
-    float32 masters and Adam. Every step moves 12 bytes per weight to the device and back. See `docs/scaling-out.md`.
+    float32 masters and Adam. Every step moves 12 bytes per weight to the device and back. See `docs/many-devices.md`.
 
     Args:
         optimizer: It sees dicts of float32 arrays by path, `{"blocks.stacked.mlp.up.weight": ...}`: those of one layer

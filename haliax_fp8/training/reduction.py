@@ -17,7 +17,7 @@ class ReduceOnce:
     the microbatches; then all devices reduce these sums. A weight's gradient travels once per step.
 
     Until then every device holds a whole gradient in float32: four bytes for each weight that the other mesh axes do
-    not divide. Under FSDP that can exceed everything else on the device; see `docs/traffic.md`.
+    not divide. Under FSDP that can exceed everything else on the device; see `docs/many-devices.md`.
 
     The rows of a device count as a microbatch of their own. The loss is the mean over devices, and `current` and
     `nvfp4` compute scales from the device's rows alone. Random keys are split for devices too, and arrays in `aux` have

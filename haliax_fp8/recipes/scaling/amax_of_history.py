@@ -112,7 +112,7 @@ class RecoveringMax(AbstractAmaxCompute):
     Args:
         steps: How many of the last steps count. Values above the history's length have no further effect.
         factor: How far above their amaxes the result may be. E4M3 represents a tensor whose scale is 256 times too
-            large without loss (`docs/recipes/rows.md`); the `margin` of delayed scaling is applied on top.
+            large without loss (`docs/recipes.md`); the `margin` of delayed scaling is applied on top.
 
     Raises:
         ValueError: If `steps` is not a positive integer, or `factor` is below 1 or not finite.
