@@ -36,8 +36,8 @@ def batch(seed: int, step: int) -> Array:
 
 
 @functools.cache
-def trained() -> tuple[dict[str, np.ndarray], StatisticsLog, Array]:
-    """Losses of a model in float32 and in FP8, three seeds each; statistics, and an output gradient of the first."""
+def trained() -> tuple[dict[str, np.ndarray], StatisticsLog]:
+    """Losses of a model in float32 and in FP8, three seeds each; statistics of the first."""
     config = fp8.Fp8Config(recipe=fp8.Recipe.of(DelayedScaling(amax_history_length=8)))
     measure = eqx.filter_jit(
         lambda model, x: fp8.quantization_statistics(model, loss_fn, x).flat()
@@ -59,10 +59,8 @@ def trained() -> tuple[dict[str, np.ndarray], StatisticsLog, Array]:
                 model, optimizer, metrics = step(model, optimizer, x)
                 run.append(metrics["loss"])
             runs.append([float(loss) for loss in run])
-    x = jax.random.normal(jax.random.key(5), (2, 4096))
-    gradient = x[0] * jnp.exp(2.5 * x[1])
     log = StatisticsLog.of(measured, range(0, STEPS, EVERY))
-    return {name: np.asarray(runs) for name, runs in losses.items()}, log, gradient
+    return {name: np.asarray(runs) for name, runs in losses.items()}, log
 
 
 def loss_curves() -> Figure:
@@ -80,23 +78,6 @@ def heatmaps() -> Figure:
         axes.tick_params(color=ON_BOTH, labelcolor=ON_BOTH)
         axes.spines[:].set_color(ON_BOTH)
     return figure
-
-
-def operand_histogram() -> Figure:
-    """Magnitudes spread as those of gradients are."""
-    return plots.operand_histogram(trained()[2], E4M3, name="output gradient")
-
-
-def growing_tensor() -> Figure:
-    """Three ways to follow a tensor that grows by 15 % a step, and then stops."""
-    noise = 1.0 + 0.1 * np.sin(2.3 * np.arange(36))
-    amaxes = noise * 1.15 ** np.minimum(np.arange(36), 24)
-    scalings = {
-        "history of 16": DelayedScaling(amax_history_length=16),
-        "history of 1": DelayedScaling(amax_history_length=1),
-        "history of 16, margin 1": DelayedScaling(amax_history_length=16, margin=1),
-    }
-    return plots.delayed_scaling(amaxes, scalings)
 
 
 def delayed_scaling() -> Figure:
@@ -137,8 +118,6 @@ FIGURES = {
     "formats": lambda: plots.relative_errors((E4M3, E5M2)),
     "format-values": lambda: plots.representable_values((E4M3, E5M2, E2M1)),
     "delayed-scaling": delayed_scaling,
-    "growing-tensor": growing_tensor,
     "loss-curves": loss_curves,
     "heatmaps": heatmaps,
-    "operand-histogram": operand_histogram,
 }

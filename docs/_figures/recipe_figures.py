@@ -8,7 +8,6 @@ from drawing import BLUE, GREEN, GREY, ORANGE, RED, WIDEST
 from jaxtyping import Array
 from matplotlib.figure import Figure
 
-from haliax_fp8 import DelayedScaling
 from haliax_fp8.recipes import (
     E2M1,
     E4M3,
@@ -18,9 +17,6 @@ from haliax_fp8.recipes import (
     CurrentScaling,
     Format,
     HadamardScaling,
-    MaxOfHistory,
-    MostRecent,
-    MovingAverage,
     NVFP4Scaling,
     OperandUse,
     Rounding,
@@ -62,69 +58,6 @@ def scale_off() -> Figure:
         xlabel="scale, relative to amax / max", ylabel="SQNR, dB", ylim=(-1, 40), xlim=(-4, 26)
     )
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.9))
-    return figure
-
-
-def amax_rules() -> Figure:
-    """What fits, and what rounding costs, under three rules for the amax: growth, two spikes, a fall."""
-    steps, events = 44, {12: "spike of 30x", 22: "spike of 100 000x", 36: "fall"}
-    noise = np.asarray(jax.random.normal(jax.random.key(0), (steps, 1024)))
-    magnitude = np.where(np.arange(steps) < 36, 0.1 + 0.1 * np.arange(steps), 0.05)
-    tensors = noise * magnitude[:, None]
-    tensors[12] *= 30.0
-    tensors[22] *= 1e5
-    rules = (
-        (MaxOfHistory(), BLUE, "-"),
-        (MostRecent(), ORANGE, "--"),
-        (MovingAverage(decay=0.8), GREEN, "-."),
-    )
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(WIDEST, 5.0), layout="constrained", sharex=True
-    )
-    top.bar(
-        np.arange(steps),
-        np.abs(tensors).max(axis=1),
-        color=GREY,
-        alpha=0.35,
-        width=0.7,
-        label="amax of the step",
-    )
-    for rule, color, style in rules:
-        scaling = DelayedScaling(amax_history_length=8, amax_compute=rule)
-
-        @jax.jit
-        def step(
-            state: Array, x: Array, scaling: DelayedScaling = scaling
-        ) -> tuple[Array, Array, Array]:
-            error = x - quantize(x, state[0, :1], E4M3).dequantize()
-            ratio = jnp.linalg.norm(x) / jnp.linalg.norm(error)
-            return (
-                scaling.memory.update(state, jnp.max(jnp.abs(x)).reshape(1, 1), (E4M3.max,)),
-                state[0, 0],
-                ratio,
-            )
-
-        state, limits, errors = jnp.asarray([scaling.memory.first_row]), [], []
-        for x in map(jnp.asarray, tensors):
-            state, scale, ratio = step(state, x)
-            limits.append(float(scale) * E4M3.max)
-            errors.append(20.0 * np.log10(float(ratio)))
-        options = {"color": color, "lw": 1.8, "ls": style}
-        # The first step has the initial scale of 1, and so a limit of 448.
-        top.step(
-            np.arange(1, steps), limits[1:], where="mid", label=type(rule).__name__, **options
-        )
-        bottom.plot(np.arange(1, steps), errors[1:], **options)
-    top.set(yscale="log", ylabel="largest value that fits", ylim=(0.05, 3e6))
-    bottom.set(
-        xlabel="step", ylabel="SQNR of the step, dB", ylim=(0, 36), xlim=(-0.6, steps - 0.4)
-    )
-    for axes in (top, bottom):
-        for at in events:
-            axes.axvline(at, color=RED, lw=0.8, ls=":")
-    for at, name in events.items():
-        top.text(at - 0.4, 1.5e6, name, color=RED, ha="right", va="top")
-    figure.legend(*top.get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
 
 
@@ -203,7 +136,6 @@ def hadamard() -> Figure:
 
 FIGURES = {
     "scale-off": scale_off,
-    "amax-rules": amax_rules,
     "outliers": outliers,
     "rounding": rounding,
     "hadamard": hadamard,

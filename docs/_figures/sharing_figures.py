@@ -12,7 +12,6 @@ from matplotlib.path import Path
 
 
 TOKENS, FEATURES, OUTPUTS = 12, 16, 12
-WHOLE = 10**6
 SHADES = ("22", "66", "aa")
 
 
@@ -51,11 +50,11 @@ class Sharing:
     """How one operand is divided: the shape of a block where its columns (or its rows) are summed over.
 
     Args:
-        along: Elements of a block along the contraction; None leaves the operand in high precision.
+        along: Elements of a block along the contraction.
         across: Elements of a block along the other axis.
     """
 
-    along: int | None
+    along: int
     across: int = 1
 
 
@@ -66,61 +65,39 @@ def draw(
     height, width = (
         (sharing.across, sharing.along) if is_left else (sharing.along, sharing.across)
     )
-    if sharing.along is None:
-        axes.add_patch(
-            plt.Rectangle(
-                (x, y),
-                operand.columns,
-                operand.rows,
-                facecolor="none",
-                edgecolor=GREY,
-                lw=1.0,
-                ls="--",
+    shades: dict[str, list[Path]] = {}
+    for i, top in enumerate(range(0, operand.rows, height)):
+        for j, left in enumerate(range(0, operand.columns, width)):
+            # So that a square keeps its shade.
+            index = 2 * i + j if operand.is_transposed else i + 2 * j
+            shade = SHADES[index % len(SHADES)]
+            right, bottom = (
+                min(left + width, operand.columns),
+                min(top + height, operand.rows),
             )
-        )
-        axes.text(
-            x + operand.columns / 2,
-            y + operand.rows / 2,
-            "bf16",
-            ha="center",
-            va="center",
-            color=GREY,
-        )
-    else:
-        shades: dict[str, list[Path]] = {}
-        for i, top in enumerate(range(0, operand.rows, height)):
-            for j, left in enumerate(range(0, operand.columns, width)):
-                whole = min(height, width) >= WHOLE
-                # So that a square keeps its shade.
-                index = 2 * i + j if operand.is_transposed else i + 2 * j
-                shade = SHADES[1] if whole else SHADES[index % len(SHADES)]
-                right, bottom = (
-                    min(left + width, operand.columns),
-                    min(top + height, operand.rows),
-                )
-                corners = [
-                    (left, top),
-                    (right, top),
-                    (right, bottom),
-                    (left, bottom),
-                    (left, top),
-                ]
-                shades.setdefault(shade, []).append(
-                    Path([(x + u, y + v) for u, v in corners], closed=True)
-                )
-        # One path for each shade: hundreds of rectangles would make the files large.
-        for shade, paths in shades.items():
-            path = Path.make_compound_path(*paths)
-            axes.add_patch(PathPatch(path, facecolor=operand.color + shade, lw=0))
-        lines = [
-            [(x + column, y), (x + column, y + operand.rows)]
-            for column in range(operand.columns + 1)
-        ]
-        lines += [
-            [(x, y + row), (x + operand.columns, y + row)] for row in range(operand.rows + 1)
-        ]
-        path = Path.make_compound_path(*map(Path, lines))
-        axes.add_patch(PathPatch(path, edgecolor="white", facecolor="none", lw=0.5))
+            corners = [
+                (left, top),
+                (right, top),
+                (right, bottom),
+                (left, bottom),
+                (left, top),
+            ]
+            shades.setdefault(shade, []).append(
+                Path([(x + u, y + v) for u, v in corners], closed=True)
+            )
+    # One path for each shade: hundreds of rectangles would make the files large.
+    for shade, paths in shades.items():
+        path = Path.make_compound_path(*paths)
+        axes.add_patch(PathPatch(path, facecolor=operand.color + shade, lw=0))
+    lines = [
+        [(x + column, y), (x + column, y + operand.rows)]
+        for column in range(operand.columns + 1)
+    ]
+    lines += [
+        [(x, y + row), (x + operand.columns, y + row)] for row in range(operand.rows + 1)
+    ]
+    path = Path.make_compound_path(*map(Path, lines))
+    axes.add_patch(PathPatch(path, edgecolor="white", facecolor="none", lw=0.5))
     axes.text(x + operand.columns / 2, y - 0.7, operand.name, ha="center", va="bottom")
 
 
@@ -164,22 +141,6 @@ def sharing(rows: Sequence[tuple[str, dict[str, tuple[Sharing, Sharing]]]]) -> F
     return figure
 
 
-def same(left: Sharing, right: Sharing | None = None) -> dict[str, tuple[Sharing, Sharing]]:
-    return dict.fromkeys(PRODUCTS, (left, left if right is None else right))
-
-
-def tensor() -> Figure:
-    """One scale for a tensor, whatever it is multiplied with."""
-    return sharing([("", same(Sharing(WHOLE, WHOLE)))])
-
-
-def rows() -> Figure:
-    """One scale for all that one element of the output sums over."""
-    row, whole, high = Sharing(WHOLE), Sharing(WHOLE, WHOLE), Sharing(None)
-    mixed = {"fprop": (row, row), "dgrad": (row, whole), "wgrad": (high, high)}
-    return sharing([("rowwise", same(row)), ("rowwise_wgrad_bf16", mixed)])
-
-
 def blocks() -> Figure:
     """Strips along the contraction, and squares; 4 elements drawn for 128, 2 for 32."""
     strip, square = Sharing(4), Sharing(4, 4)
@@ -187,22 +148,11 @@ def blocks() -> Figure:
     return sharing(
         [
             ("deepseek  (4 drawn for 128)", deepseek),
-            ("mxfp8  (2 drawn for 32)", same(Sharing(2))),
+            ("mxfp8  (2 drawn for 32)", dict.fromkeys(PRODUCTS, (Sharing(2), Sharing(2)))),
         ]
     )
 
 
-def nvfp4() -> Figure:
-    """Strips of 16 and squares of 16x16, 4 drawn for 16."""
-    strip, square = Sharing(4), Sharing(4, 4)
-    return sharing(
-        [("", {"fprop": (strip, square), "dgrad": (strip, square), "wgrad": (strip, strip)})]
-    )
-
-
 FIGURES = {
-    "sharing-tensor": tensor,
-    "sharing-rows": rows,
     "sharing-blocks": blocks,
-    "sharing-nvfp4": nvfp4,
 }
