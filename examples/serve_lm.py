@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "vLLM, on a GPU; dynamic on a CPU too:\n"
         f"  vllm serve {folder} --max-model-len {options.seq_len}\n"
         f"Transformers:\n  pipeline('text-generation', '{folder}')\n"
-        f"Which engine loads which:\n  haliax-fp8 checkpoint explain {folder}",
+        f"What a folder holds:\n  haliax-fp8 checkpoint explain {folder}",
         markup=False,
         highlight=False,
         soft_wrap=True,

@@ -20,7 +20,7 @@ from ..layers.tensor_names import is_head, is_linear, is_router
 from .check import check_folder
 from .files import BrokenCheckpoint, TensorFolder, new_folder, write_tensors
 from .files.folder import CONFIG, INDEX
-from .layout import CACHE_SCALES, E4M3, KEY, Layout, as_layout, read_layout, require_elements
+from .layout import CACHE_SCALES, E4M3, KEY, PLAIN, Layout, as_layout, read_layout, require_elements
 from .scaled_matrix import Rows, ScaledMatrix, are_exponents, parts_of, quantized, spread
 from .tensors import Tensor, Values, tensors_in
 
@@ -158,7 +158,7 @@ def convert_folder(
         _copy_others(folder.directory, new, follow_links)
         if (after := check_folder(new)).errors:
             raise ValueError(f"the new folder would be broken, and was not written: {after.errors[0]}; report this")
-    name = layout if isinstance(layout, str) else type(layout).__name__
+    name = PLAIN if chosen is None else chosen.name
     return Conversion(pathlib.Path(destination), report.layout, name, tuple(found), copied, tuple(left_out))
 
 

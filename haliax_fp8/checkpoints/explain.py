@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pathlib
-from typing import NamedTuple
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -14,7 +13,8 @@ from .files import TensorFolder
 from .layout import CACHE_SCALES, FLOATS, SCALES, Layout, read_layout
 
 
-class Held(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Held:
     """The number of tensors of a kind, and the bytes that they take."""
 
     count: int = 0
@@ -50,10 +50,11 @@ class Explanation(Printable):
         for column in ("tensors", "number", "bytes", "format"):
             table.add_column(column, overflow="fold", justify="right" if column in ("number", "bytes") else "left")
         formats = {_WEIGHTS: "E4M3", _SCALES: self._scales, _UNKNOWN: ", ".join(self.unknown_types)}
-        for kind, (count, bytes) in self.held.items():
-            if count or kind != _UNKNOWN:
-                table.add_row(kind, str(count), f"{bytes:,}", Text(formats.get(kind, "") if count else ""))
-        count, bytes = (sum(column) for column in zip(*self.held.values(), strict=True))
+        for kind, held in self.held.items():
+            if held.count or kind != _UNKNOWN:
+                format = Text(formats.get(kind, "") if held.count else "")
+                table.add_row(kind, str(held.count), f"{held.bytes:,}", format)
+        count, bytes = (sum(getattr(held, name) for held in self.held.values()) for name in ("count", "bytes"))
         in_bf16 = bytes + self.held[_WEIGHTS].bytes - self.held[_SCALES].bytes
         table.add_row("all", str(count), f"{bytes:,}", f"{bytes / max(1, in_bf16):.3f} of bf16")
         return table
@@ -94,7 +95,8 @@ def explain_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fa
         BrokenCheckpoint: If the folder cannot be read; names the file, and the tensor if it is one.
     """
     folder = TensorFolder.open(directory, follow_links=follow_links)
-    layout, held = read_layout(folder), dict.fromkeys((_WEIGHTS, _SCALES, _OTHERS, _UNKNOWN), Held())
+    layout = read_layout(folder)
+    held: dict[str, Held] = dict.fromkeys((_WEIGHTS, _SCALES, _OTHERS, _UNKNOWN), Held())
     unknown, scale_types = set[str](), set[str]()
     for name, stored in folder.tensors.items():
         last, kind = name.rpartition(".")[2], _OTHERS

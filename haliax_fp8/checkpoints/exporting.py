@@ -1,6 +1,7 @@
 """export_model and serving_tensors: a model as the tensors that inference engines load."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -28,7 +29,7 @@ from ..recipes.scaling import AbstractScaling
 from .check import check_folder
 from .files import TensorFolder, new_folder, require_folder_name, write_tensors
 from .files.folder import CONFIG
-from .layout import E4M3, Layout, as_layout, require_elements
+from .layout import E4M3, PLAIN, Layout, as_layout, require_elements
 from .model import tensors_of, without_sharing
 from .names import NameMap
 from .scaled_matrix import BF16, BF16_BITS, ScaledMatrix, are_exponents, quantized, rounded_up, spread
@@ -114,7 +115,7 @@ def export_model(
         model: A converted model, a plain one, or one with frozen FP8 layers, whose data and scales stay as they are.
         directory: The folder; new or empty.
         layout: The layout or its name, see above.
-        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models`.
+        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models.Transformer`.
         config: What `config.json` says of the architecture, such as `models.hugging_face_config(model)`.
         dtype: The dtype in which the model computes: kernels are rounded to it before they are quantized, as a step
             does that casts its parameters. None keeps each array's own.
@@ -147,8 +148,8 @@ def export_model(
     require_layers(model, "export_model(model, directory)")
     require_own_state(model)
     chosen = as_layout(layout)
-    how = names, dtype, bf16_scales, training_scales, targets, exclude, rules_of
-    tensors, tied = _to_write(model, chosen, *how)
+    how = _How(names, dtype, bf16_scales, training_scales, targets, exclude, rules_of)
+    tensors, tied = _to_write(model, chosen, how)
     origins: Counter[str] = Counter()
     digests: dict[str, str] = {}
 
@@ -168,13 +169,13 @@ def export_model(
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
         _compare(folder, tensors, digests)
         _require_sound(folder)
-    label = layout if isinstance(layout, str) else type(layout).__name__
     of_kernels, of_rest = (
         [sum(spec.bytes for spec in tensor.specs) for tensor in tensors if (tensor.layout is None) == is_rest]
         for is_rest in (False, True)
     )
     counts = len(of_kernels), sum(of_kernels), len(of_rest), sum(of_rest)
-    return ExportReport(pathlib.Path(directory), label, *counts, dict(origins), ignore)
+    name = PLAIN if chosen is None else chosen.name
+    return ExportReport(pathlib.Path(directory), name, *counts, dict(origins), ignore)
 
 
 def serving_tensors(
@@ -214,8 +215,8 @@ def serving_tensors(
         [('up.weight', 'float8_e4m3fn', (32, 64)), ('up.weight_scale', 'float32', (32, 1))]
     """
     require_layers(model, "serving_tensors(model, layout)")
-    how = names, dtype, bf16_scales, training_scales, targets, exclude, rules_of
-    tensors, _ = _to_write(model, as_layout(layout), *how)
+    how = _How(names, dtype, bf16_scales, training_scales, targets, exclude, rules_of)
+    tensors, _ = _to_write(model, as_layout(layout), how)
     pairs = (zip(tensor.specs, tensor.encoded(tensor.read()), strict=True) for tensor in tensors)
     return ((spec.name, array) for pair in pairs for spec, array in pair)
 
@@ -226,47 +227,48 @@ def serving_tensors(
 _HEADS = ("head", "lm_head")
 
 
-def _to_write(
-    model: Any,
-    layout: Layout | None,
-    names: Any,
-    dtype: DTypeLike | None,
-    bf16_scales: bool,
-    training_scales: bool,
-    targets: Targets | None,
-    exclude: Targets | None,
-    rules_of: Fp8Config | None,
-) -> tuple[list[Tensor], tuple[str, ...]]:
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """The arguments of an export that say what the tensors of a model become."""
+
+    names: Any
+    dtype: DTypeLike | None
+    bf16_scales: bool
+    training_scales: bool
+    targets: Targets | None
+    exclude: Targets | None
+    rules_of: Fp8Config | None
+
+    def __post_init__(self) -> None:
+        for flag in ("bf16_scales", "training_scales"):
+            require_bool(flag, getattr(self, flag), of="an export")
+
+
+def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor], tuple[str, ...]]:
     """The tensors that a checkpoint of a model has, by its names, and the head if it is the embedding.
 
     Raises:
         ValueError: If two tensors get the same name, nothing is left to quantize, a scale is missing, or a layer of the
             model is in another format of FP8 than layouts have.
     """
-    flags = {"bf16_scales": bf16_scales, "training_scales": training_scales}
-    for flag, value in flags.items():
-        require_bool(flag, value, of="an export")
-    name_map, rules = NameMap.of(names), as_config(rules_of).rules
+    names, rules = NameMap.of(how.names), as_config(how.rules_of).rules
     patterns: dict[str, Any] = {
-        "dtype": None if dtype is None else np.dtype(dtype),
-        "targets": None if targets is None else as_patterns("targets", targets),
-        "exclude": _HEADS if exclude is None else as_patterns("exclude", exclude),
+        "dtype": None if how.dtype is None else np.dtype(how.dtype),
+        "targets": None if how.targets is None else as_patterns("targets", how.targets),
+        "exclude": _HEADS if how.exclude is None else as_patterns("exclude", how.exclude),
     }
     own = list(tensors_of(model, rules, **patterns))
     whole = without_sharing(model)
     found = own if whole is model else list(tensors_of(whole, rules, **patterns))
-    tied = [] if whole is model else _tied_heads(found, {tensor.name for tensor in own}, name_map)
+    tied = [] if whole is model else _tied_heads(found, {tensor.name for tensor in own}, names)
     tensors = []
     for tensor in found:
         if any(tensor is head for head in tied):
             continue
-        named = dataclasses.replace(tensor, name=name_map.to_checkpoint(tensor.name))
+        named = dataclasses.replace(tensor, name=names.to_checkpoint(tensor.name))
         if layout is not None and tensor.is_chosen:
             _require_quantizable(tensor, layout)
-            made = lambda tensor=tensor: _quantized(
-                tensor, layout, bf16_scales=bf16_scales, training_scales=training_scales
-            )
-            named = dataclasses.replace(named, read=made, layout=layout)
+            named = dataclasses.replace(named, read=functools.partial(_quantized, tensor, layout, how), layout=layout)
         elif tensor.layer is not None:
             raise ValueError(
                 f"{tensor.path} is in FP8 in the model and would be written in high precision; thaw the model first, "
@@ -278,7 +280,7 @@ def _to_write(
         raise ValueError(f"names gives {twice[0]!r} to two tensors of the model; each needs a name of its own")
     if layout is not None and all(tensor.layout is None for tensor in tensors):
         raise ValueError("model has no layer to quantize; give targets=..., or the layout 'BF16' for a plain export")
-    return tensors, tuple(name_map.to_checkpoint(tensor.path) for tensor in tied)
+    return tensors, tuple(names.to_checkpoint(tensor.path) for tensor in tied)
 
 
 def _tied_heads(found: list[Tensor], own: set[str], names: NameMap) -> list[Tensor]:
@@ -350,7 +352,7 @@ def _stored(tensor: Tensor, operand: OperandName) -> float | None:
     return float(scale[tensor.index[: scale.ndim]])
 
 
-def _quantized(tensor: Tensor, layout: Layout, *, bf16_scales: bool, training_scales: bool) -> ScaledMatrix:
+def _quantized(tensor: Tensor, layout: Layout, how: _How) -> ScaledMatrix:
     """The FP8 data and scales of a layer's weight in a layout."""
     block = layout.block((tensor.shape[0], tensor.shape[1]))
     values = tensor.read()
@@ -372,10 +374,10 @@ def _quantized(tensor: Tensor, layout: Layout, *, bf16_scales: bool, training_sc
         made = quantized(
             values,
             block,
-            scaling=_scaling(tensor.op, "kernel") if training_scales else None,
-            stored=_stored(tensor, "kernel") if training_scales else None,
+            scaling=_scaling(tensor.op, "kernel") if how.training_scales else None,
+            stored=_stored(tensor, "kernel") if how.training_scales else None,
             scale_bits=bits["kernel"],
-            bf16_scales=bf16_scales,
+            bf16_scales=how.bf16_scales,
             exponents=layout.exponents,
         )
     except ValueError as error:
@@ -385,7 +387,7 @@ def _quantized(tensor: Tensor, layout: Layout, *, bf16_scales: bool, training_sc
     scale = np.float32(_stored(tensor, "input"))
     if not (np.isfinite(scale) and scale > 0):
         raise ValueError(f"{tensor.path} has the input scale {scale}; calibrate the model, or train a step")
-    scale = rounded_up(scale.reshape(1), min(bits["input"], BF16_BITS) if bf16_scales else bits["input"])[0]
+    scale = rounded_up(scale.reshape(1), min(bits["input"], BF16_BITS) if how.bf16_scales else bits["input"])[0]
     return dataclasses.replace(made, input_scale=float(scale))
 
 

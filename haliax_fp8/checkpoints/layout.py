@@ -152,9 +152,11 @@ class Layout:
             return {KEY: {"quant_method": "modelopt", **common, "ignore": left, "producer": producer}}, files
         if self.method == "fp8":
             # Engines read the layers left alone under one of two names.
-            config: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-            config |= {"weight_block_size": list(self.size or ()), "modules_to_not_convert": left}
-            return {KEY: config | {"ignored_layers": left}}, {}
+            scheme = "static" if self.is_static else "dynamic"
+            config: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": scheme}
+            config |= {"weight_block_size": list(self.size)} if self.size else {}
+            config |= {"scale_fmt": "ue8m0"} if self.exponents else {}
+            return {KEY: config | {"modules_to_not_convert": left, "ignored_layers": left}}, {}
         common = {"num_bits": 8, "type": "float", "symmetric": True}
         microscaled = {"scale_dtype": "torch.uint8"} if self.exponents else {}
         weights = {**common, "dynamic": False, "strategy": self.strategy}

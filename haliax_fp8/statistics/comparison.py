@@ -337,7 +337,7 @@ def compare(
 
         return map_layers_in_stacks(put, model, rules)
 
-    models = [eqx.partition(with_twins(model), _is_array, is_leaf=_is_twin) for model in (plain, converted)]
+    models = [eqx.partition(with_twins(model), eqx.is_array, is_leaf=_is_twin) for model in (plain, converted)]
     _require_alike(*(arrays for arrays, _ in models))
     return _compared(models[0][0], models[1][0], models[1][1], function, batch, tuple(twins))
 
@@ -360,10 +360,6 @@ def _twin(layer: Any, stack: tuple[hax.Axis, ...], rules: tuple[LayerRule, ...])
 
 def _is_twin(node: Any) -> bool:
     return isinstance(node, Twin)
-
-
-def _is_array(node: Any) -> bool:
-    return eqx.is_array(node)
 
 
 def _require_alike(plain: Any, converted: Any) -> None:

@@ -23,7 +23,7 @@ from helpers import rounded_up
 
 from haliax_fp8 import Fp8Config, Recipe, calibrate, fp8_linear_layers
 from haliax_fp8.checkpoints import check_folder, export_model, import_model, names, serving_tensors, thaw
-from haliax_fp8.checkpoints.layout import named as layouts
+from haliax_fp8.checkpoints.layout import Inputs, Layout, layout_of, named as layouts
 from haliax_fp8.checkpoints.scaled_matrix import quantized
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
 from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig, hugging_face_config
@@ -75,6 +75,22 @@ def read(path: Path) -> dict[str, np.ndarray]:
             assert first % np.dtype(kinds[entry["dtype"]]).itemsize == (8 + length) % 8 == 0
             found[name] = np.frombuffer(raw[first:last], kinds[entry["dtype"]]).reshape(entry["shape"])
     return found
+
+
+def test_layouts_without_a_name_of_their_own_are_written_and_read(tmp_path):
+    """Hugging Face's, with a scale for a tensor, other blocks, and powers of two."""
+    model, dynamic = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0)), Inputs("group", size=64)
+    unnamed = {
+        "fp8, tensor weights": Layout("fp8", "tensor", None, Inputs("tensor")),
+        "HF_FP8": Layout("fp8", "block", (64, 64), dynamic, exponents=True),
+    }
+    for name, layout in unnamed.items():
+        report = export_model(model, tmp_path / name, layout)
+        assert report.layout == name and not check_folder(tmp_path / name).faults
+        described = layout_of(json.loads((tmp_path / name / "config.json").read_text()))
+        assert dataclasses.replace(described, status="compressed", ignore=()) == layout
+        loaded = import_model(tmp_path / name, model)
+        np.testing.assert_allclose(loaded.layers[0].weight, model.layers[0].weight, rtol=0.0725, atol=1e-3)
 
 
 def bytes_of(tensors) -> dict[str, tuple]:

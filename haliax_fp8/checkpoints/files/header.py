@@ -28,6 +28,9 @@ class Stored:
         shape: Its shape.
         offset: Its first byte in the file.
         bytes: Its size in the file.
+        dtype: Its dtype; `UNKNOWN` if its type is not known.
+        is_known: Whether its type is known; if not, it cannot be read.
+        shown: The name of its dtype, or of its type, for messages.
     """
 
     file: pathlib.Path
@@ -36,21 +39,9 @@ class Stored:
     shape: tuple[int, ...]
     offset: int
     bytes: int
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Its dtype; `UNKNOWN` if its type is not known."""
-        return DTYPES.get(self.type, UNKNOWN)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether its type is known; if not, it cannot be read."""
-        return self.type in DTYPES
-
-    @property
-    def shown(self) -> str:
-        """The name of its dtype, for messages."""
-        return self.dtype.name if self.is_known else self.type
+    dtype: np.dtype
+    is_known: bool
+    shown: str
 
     @property
     def unreadable(self) -> str | None:
@@ -143,9 +134,9 @@ def _stored(path: pathlib.Path, name: str, entry: Any, base: int) -> Stored:
         raise wrong("its name is not Unicode")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise wrong("the header does not give its dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or not dtype.isprintable() or len(dtype) > 40:
-        raise wrong(f"its dtype {dtype!r:.40} is not the name of a dtype")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or not kind.isprintable() or len(kind) > 40:
+        raise wrong(f"its dtype {kind!r:.40} is not the name of a dtype")
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
             raise wrong(f"its {what} {numbers!r:.60} is not a list of whole numbers from 0 to 2**63 - 1")
@@ -154,6 +145,8 @@ def _stored(path: pathlib.Path, name: str, entry: Any, base: int) -> Stored:
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise wrong(f"its data_offsets {offsets} are not its start and end")
     size = offsets[1] - offsets[0]
-    if dtype in DTYPES and size != (taken := math.prod(shape) * DTYPES[dtype].itemsize):
-        raise wrong(f"its shape {shape} in {dtype} takes {taken} bytes, but its offsets are {offsets}")
-    return Stored(path, name, dtype, tuple(shape), base + offsets[0], size)
+    is_known, dtype = kind in DTYPES, DTYPES.get(kind, UNKNOWN)
+    if is_known and size != (taken := math.prod(shape) * dtype.itemsize):
+        raise wrong(f"its shape {shape} in {kind} takes {taken} bytes, but its offsets are {offsets}")
+    shown = dtype.name if is_known else kind
+    return Stored(path, name, kind, tuple(shape), base + offsets[0], size, dtype, is_known, shown)

@@ -16,9 +16,8 @@ from ..fits import require_fits
 from .checkpoint import AbstractCheckpoint
 from .histories import first_of, fitted, refusal, widths
 from .incomplete import incomplete, listed, require_fit
-from .like_leaf import like_leaf, sharding_of
 from .names import Leaf, described, is_rounding_key, is_saved, leaves_of, require_one_each, with_leaves
-from .open import on_host, open_checkpoint
+from .open import open_checkpoint
 from .report import LoadReport
 
 
@@ -79,15 +78,15 @@ def load_into[M](
         if plan.name is not None:
             array = found[plan.name]
             if leaf.state is not None:
-                array, how, why = _table(on_host(array), leaf)
+                array, how, why = _table(_on_host(array), leaf)
             elif hasattr(leaf.value, "dtype") and leaf.value.dtype != described(array).dtype:
-                array = on_host(array)
+                array = _on_host(array)
                 require_fits(array, leaf.value.dtype, leaf.name)
-            value = None if array is None else like_leaf(array, leaf.value)
+            value = None if array is None else _like_leaf(array, leaf.value)
         if leaf.state is not None and (plan.name is None or value is None):
-            value = like_leaf(first_of(leaf.state), leaf.value)
+            value = _like_leaf(first_of(leaf.state), leaf.value)
         elif why is not None and isinstance(value, jax.ShapeDtypeStruct):
-            value = like_leaf(np.zeros(value.shape, value.dtype), leaf.value)
+            value = _like_leaf(np.zeros(value.shape, value.dtype), leaf.value)
         values.append(value)
         if why is not None:
             fresh[leaf.name] = why
@@ -161,7 +160,7 @@ def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
         why = f"shape {entry.shape} in the checkpoint, {wanted.shape} here"
         return _Plan(why=why, refused=name, is_misfit=_is_weight(leaf))
     if entry.dtype == wanted.dtype:
-        return _Plan(name, sharding_of(leaf.value))
+        return _Plan(name, _sharding_of(leaf.value))
     if entry.dtype == UNKNOWN:
         return _Plan(name)  # Reading it raises an error that names the type.
     if _is_fp8(entry.dtype) and not _is_fp8(wanted.dtype):
@@ -226,3 +225,41 @@ def _require_all(leaves: list[Leaf], plans: list[_Plan]) -> None:
             "the checkpoint lacks leaves of a model that has no numbers of its own: " + listed(missing) + ". Give a "
             "model with arrays, which stay where the checkpoint has none, or the checkpoint of this model"
         )
+
+
+def _sharding_of(leaf: Any) -> Any:
+    """Where a leaf has to be; None where JAX may decide, and for leaves that are not on a device."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.sharding
+    # An array that nobody put on a device may move to the others of a computation.
+    return leaf.sharding if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True) else None
+
+
+def _like_leaf(array: Any, leaf: Any) -> Any:
+    """An array, or a number, on the devices and of the kind of a leaf.
+
+    Args:
+        array: The numbers, of the leaf's shape; on its sharding already or on the host.
+        leaf: What the model has.
+    """
+    if isinstance(leaf, np.ndarray):
+        return _on_host(array).astype(leaf.dtype, copy=False)
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return type(leaf)(np.asarray(array).item())
+    sharding = _sharding_of(leaf)
+    if isinstance(array, jax.Array) and sharding is not None and array.sharding == sharding:
+        return array if array.dtype == leaf.dtype else array.astype(leaf.dtype)
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array if sharding is None else jax.device_put(array, sharding)
+    host = _on_host(array).astype(leaf.dtype, copy=False)
+    if sharding is None:
+        return jnp.asarray(host)
+    # Each device gets its own part, and no device the whole.
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _on_host(array: Any) -> np.ndarray:
+    """An array's numbers in memory of their own."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        array = array.addressable_data(0)
+    return np.array(array)

@@ -5,9 +5,6 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
 from .checkpoint import AbstractCheckpoint, HostArrays
 from .file import open_equinox, open_file, with_suffix
 from .names import described
@@ -49,10 +46,3 @@ def open_checkpoint(path: Any, model: Any, made_from: Any) -> AbstractCheckpoint
 
 # How each array of Equinox's files begins: NumPy's format.
 _ARRAY = b"\x93NUMPY"
-
-
-def on_host(array: Any) -> np.ndarray:
-    """An array's numbers in memory of their own."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        array = array.addressable_data(0)
-    return np.array(array)
