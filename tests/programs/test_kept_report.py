@@ -1,0 +1,44 @@
+"""The report in the documentation is that of the program which its step compiles to today."""
+
+import json
+import pathlib
+import runpy
+
+import jax
+import pytest
+
+from haliax_fp8.preflight import compilable_devices
+
+
+FIGURES = pathlib.Path(__file__).parents[2] / "docs" / "_figures"
+
+
+def without_times(facts):
+    """How long compiling took is another number each time."""
+    return {name: {**program, "seconds": None} for name, program in facts.items()}
+
+
+@pytest.mark.slow
+def test_what_is_kept_is_what_the_step_compiles_to(monkeypatch):
+    if (missing := compilable_devices["h100"].missing()) is not None:
+        pytest.skip(missing)
+    monkeypatch.syspath_prepend(FIGURES)  # as when it is run as a script
+    script = runpy.run_path(str(FIGURES / "kept_report.py"))
+    # As in a user's process: the tests' settings are stricter.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        found = script["facts"](script["compiled"]())
+    assert without_times(found) == without_times(json.loads(script["KEPT"].read_text())), (
+        "run python docs/_figures/kept_report.py"
+    )
+
+
+def test_the_report_of_what_is_kept_is_the_report(monkeypatch):
+    """Every figure of the JSON that the command line writes, but for the program's text, comes out again."""
+    monkeypatch.syspath_prepend(FIGURES)
+    script = runpy.run_path(str(FIGURES / "kept_report.py"))
+    report = script["kept"]()
+    assert without_times(script["facts"](report)) == without_times(json.loads(script["KEPT"].read_text()))
+    assert report.speedup is not None and report.other is not None
+    picture = script["PICTURES"]["preflight"]()
+    shown = [product for product in report.products if product.name in ("fprop", "forward")]
+    assert shown and all(f"{product.m}×{product.k}×{product.n}" in picture for product in shown)
