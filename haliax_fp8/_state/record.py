@@ -18,6 +18,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
@@ -197,11 +198,16 @@ def _record_aval(table: Any, *others: Any, scalings: tuple[AbstractScaling, ...]
     return aval_of_result(table, (*table.shape[:-2], record_length(scalings)), np.dtype(np.float32))
 
 
+def _zero(primal: Array) -> ad.Zero:
+    """The tangent of a result that does not change."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
 def _record_jvp(primals: Any, tangents: Any, **static: Any) -> tuple[Array, Any]:
     (table,), (tangent,) = primals, tangents
     record = record_of_table_p.bind(table, **static)
     if type(tangent) is ad.Zero:
-        return record, ad.Zero.from_primal_value(record)
+        return record, _zero(record)
     require_gradient_inside(table)
     return record, record_of_table_tangent_p.bind(tangent, table, **static)
 
@@ -234,7 +240,7 @@ def _next_table_batch(args: Any, axes: Any, **static: Any) -> tuple[Array, int]:
 def _next_table_jvp(primals: Any, tangents: Any, **static: Any) -> tuple[Array, Any]:
     del tangents
     table = next_table_p.bind(*primals, **static)
-    return table, ad.Zero.from_primal_value(table)
+    return table, _zero(table)
 
 
 def _repeat(record: Array, *, size: int, axis: int) -> Array:
@@ -252,7 +258,7 @@ def _repeated_jvp(primals: Any, tangents: Any, **static: Any) -> tuple[Array, An
     (record,), (tangent,) = primals, tangents
     out = repeated_p.bind(record, **static)
     if type(tangent) is ad.Zero:
-        return out, ad.Zero.from_primal_value(out)
+        return out, _zero(out)
     return out, repeated_p.bind(tangent, **static)
 
 
