@@ -326,7 +326,6 @@ def moe_gradients():
     )
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     "sizes",
     [[33, 0, 50, 13], [24, 24, 24, 24], [0, 0, 96, 0], [1, 2, 3, 90], [0, 40, 0, 20], [0, 0, 0, 0]],
