@@ -59,7 +59,9 @@ class Residuals(NamedTuple):
         if self.record is None or not numbers_of(spec.recipe.scalings):
             return self.record, None
         kept = unpacked(self.record, record_length(spec.recipe.scalings))
-        return kept.scales, kept
+        # Without this, XLA quantizes experts' kernels for both passes at once, and keeps both.
+        scales = not_kept_from_forward(kept.scales) if spec.contraction.extras else kept.scales
+        return scales, kept
 
     def operand(
         self, operand: OperandName, scales: Scales | None, extras: tuple[Array, ...], spec: ProductSpec
