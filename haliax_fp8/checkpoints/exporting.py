@@ -115,7 +115,7 @@ def export_model(
         model: A converted model, a plain one, or one with frozen FP8 layers, whose data and scales stay as they are.
         directory: The folder; new or empty.
         layout: The layout or its name, see above.
-        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models.Transformer`.
+        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models`.
         config: What `config.json` says of the architecture, such as `models.hugging_face_config(model)`.
         dtype: The dtype in which the model computes: kernels are rounded to it before they are quantized, as a step
             does that casts its parameters. None keeps each array's own.

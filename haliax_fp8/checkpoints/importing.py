@@ -62,7 +62,7 @@ def import_model[M](
         directory: The folder of the checkpoint.
         model: A model of the same sizes, whose weights do not matter: it may be abstract (`eqx.filter_eval_shape`).
             Arrays are divided as its own are, if they have a sharding.
-        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models.Transformer`.
+        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models`.
         weights: `"dequantized"`, `"frozen"` or `"served"`; see `Weights`. A served model is as
             `serving.quantize_for_inference` makes it: inputs are quantized as the checkpoint says, stacks become one
             block after the other, and layers compute in the dtype of the model's parameters.
