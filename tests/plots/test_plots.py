@@ -82,7 +82,7 @@ def test_runs_can_be_told_apart_without_colour():
     "arguments, message",
     [
         ({"runs": {"a": [1.0]}, "baseline": "b"}, "baseline='b' is not one of"),
-        ({"runs": [[1.0], [2.0]], "baseline": "a"}, r"runs is a list, but must be a.*loss_curves\(\{'a': losses"),
+        ({"runs": [[1.0], [2.0]], "baseline": "a"}, r"runs is a list, but must be a dict .*loss_curves\(\{'a': losses"),
         ({"runs": {"a": [{"loss": 1.0}]}, "baseline": "a"}, r"runs\['a'\] holds dicts, not losses"),
         ({"runs": {"a": [1.0, 2.0], "b": [1.0]}, "baseline": "a"}, r"runs\['b'\] has shape"),
         ({"runs": {"a": [1.0, 2.0]}, "baseline": "a", "window": 3}, "window=3"),
@@ -143,7 +143,7 @@ def test_a_csv_file_is_replaced_only_when_the_new_one_is_complete(tmp_path):
     StatisticsLog.of([{"a": 1.0}], [3]).write_csv(tmp_path / "log.csv")
     assert (tmp_path / "log.csv").read_text().split() == ["step,a", "3,1.0"]
     for path in (tmp_path / "none" / "log.csv", tmp_path / "log.csv" / "log.csv", tmp_path):
-        with pytest.raises(ValueError, match=f"path='{path}' cannot be written:.*; give a file in a folder"):
+        with pytest.raises(ValueError, match=f"path='{path}' cannot be written: .*; give a file in a folder that"):
             log.write_csv(path)
     assert list(tmp_path.iterdir()) == [tmp_path / "log.csv"]
 
