@@ -211,14 +211,14 @@ def test_what_cannot_be_served(tmp_path):
         import_model(tmp_path / "a", served, weights="served")
     with pytest.raises(ValueError, match="'dequantized', 'frozen', 'served'"):
         import_model(tmp_path / "a", layer, weights="cold")
-    with pytest.raises(ValueError, match="up is in FP8 in the model and would be"):
+    with pytest.raises(ValueError, match="up is in FP8 in the model and would be written in high precision"):
         export_model(served, tmp_path / "no", "BF16")
     with pytest.raises(ValueError, match=r"up is in FP8 in blocks of \(1, 64\), which"):
         export_model(served, tmp_path / "no", "FP8_BLOCK")
     with pytest.raises(ValueError, match="has no scale for its input"):
         export_model(served, tmp_path / "no", "FP8")
     export_model(plain_experts(), tmp_path / "b", "W8A16")
-    with pytest.raises(ValueError, match="no such product of an input in.*or weights=.frozen."):
+    with pytest.raises(ValueError, match="no such product of an input in high precision.*or weights=.frozen."):
         import_model(tmp_path / "b", plain_experts(), weights="served")
     assert not (tmp_path / "no").exists()
 

@@ -79,7 +79,7 @@ def test_runs_can_be_told_apart_without_colour():
     "arguments, message",
     [
         ({"runs": {"a": [1.0]}, "baseline": "b"}, "baseline='b' is not one of"),
-        ({"runs": [[1.0], [2.0]], "baseline": "a"}, r"runs is a list, but must be a.*loss_curves\(\{'a': losses"),
+        ({"runs": [[1.0], [2.0]], "baseline": "a"}, r"runs is a list, but must be a dict .*loss_curves\(\{'a': losses"),
         ({"runs": {"a": [{"loss": 1.0}]}, "baseline": "a"}, r"runs\['a'\] holds dicts, not losses"),
         ({"runs": {"a": [1.0, 2.0], "b": [1.0]}, "baseline": "a"}, r"runs\['b'\] has shape"),
         ({"runs": {"a": [1.0, 2.0]}, "baseline": "a", "window": 3}, "window=3"),
