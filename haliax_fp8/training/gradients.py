@@ -110,23 +110,37 @@ def _value_and_grad(
     def once(model: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_copies)
         indices = [i for i, leaf in enumerate(leaves) if _is_whole_table(leaf)]
-        states = [leaves[i] for i in indices]
-        differentiated, rest = eqx.partition(_replaced(leaves, indices, record_states(states)), _is_differentiated)
-        own, reached = frozenset(indices), Reached()
+        states, own, reached = [leaves[i] for i in indices], frozenset(indices), Reached()
+        parts_with = lambda states: eqx.partition(_replaced(leaves, indices, states), _is_differentiated)
 
-        def of(differentiated: Any, *, notices: bool = True) -> Any:
+        def of(differentiated: Any, *, rest: Any, reached: Reached | None) -> Any:
             leaves = eqx.combine(differentiated, rest)
-            if indices and notices:
-                arrays, of_records = jax.tree.flatten([leaves[i] for i in indices])
-                leaves = _replaced(leaves, indices, jax.tree.unflatten(of_records, noticed(arrays, reached)))
+            if indices and reached is not None:
+                leaves = _replaced(leaves, indices, _noticed([leaves[i] for i in indices], reached))
             # Records have the element type already; other state may not.
             leaves = [leaf if i in own else _with_max_gradients(leaf) for i, leaf in enumerate(leaves)]
             return function(jax.tree.unflatten(structure, leaves), *args, **kwargs)
 
+        def is_read(missing: set[int]) -> set[int]:
+            """Those of some states that the loss reads."""
+            differentiated, rest = parts_with(record_states(states))
+            loss = lambda leaves: jax.tree.leaves(of(leaves, rest=rest, reached=None))[0]
+            used = jax.tree.unflatten(jax.tree.structure(differentiated), depends_on(loss, differentiated))
+            return {i for i in missing if any(jax.tree.leaves(used[indices[i]]))}
+
+        def missing_in_plain_gradient() -> set[int]:
+            """The states that get no gradient even if they are floats like any other."""
+            differentiated, rest = parts_with(states)
+            loss = functools.partial(of, rest=rest, reached=(plain := Reached()))
+            jax.eval_shape(jax.grad(loss, has_aux=has_aux, allow_int=True), differentiated)
+            return plain.missing
+
+        differentiated, rest = parts_with(record_states(states))
+        loss = functools.partial(of, rest=rest, reached=reached)
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
-        value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
+        value, gradients = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(differentiated)
         if reached.missing:
-            _require_none_lost(functools.partial(of, notices=False), differentiated, indices, reached)
+            _require_none_lost(reached.missing, is_read, missing_in_plain_gradient)
         gradients = _replaced(gradients, indices, complete(states, [gradients[i] for i in indices]))
         # Copies of kernels are those of this step's weights, which have the gradient.
         gradients = [None if isinstance(leaf, KernelCopies) else leaf for leaf in gradients]
@@ -140,26 +154,35 @@ def _value_and_grad(
     return take
 
 
+def _noticed(states: Sequence[OpState], reached: Reached) -> list[OpState]:
+    """The states themselves; `reached` has the numbers of those whose gradients arrive."""
+    arrays = [jax.tree.flatten(state) for state in states]
+    tables = noticed([table for (table, *_), _ in arrays], reached)
+    return [
+        jax.tree.unflatten(structure, [table, *shared])
+        for table, ((_, *shared), structure) in zip(tables, arrays, strict=True)
+    ]
+
+
 def _require_none_lost(
-    of: Callable[[Any], Any], differentiated: list[Any], indices: Sequence[int], reached: Reached
+    missing: set[int], is_read: Callable[[set[int]], set[int]], missing_in_plain_gradient: Callable[[], set[int]]
 ) -> None:
-    """Raises if the loss depends on a state whose gradient did not arrive: it must not be lost unnoticed.
+    """Raises if the gradient of a state was lost: the loss changes with it, and nothing arrived.
 
     Without this, a layer that is not used would look the same. To trace the loss alone takes a fifth of a gradient.
+    Only if the loss reads one of these states a plain gradient is traced too: `stop_gradient` may be the reason.
 
     Args:
-        of: Returns the loss, perhaps with other results.
-        differentiated: Its argument.
-        indices: Where records are.
-        reached: Which of them received a gradient.
+        missing: The numbers of the states without a gradient.
+        is_read: Which of them the loss reads.
+        missing_in_plain_gradient: Which of all get none as floats either.
     """
     try:
-        used = depends_on(lambda leaves: jax.tree.leaves(of(leaves))[0], differentiated)
+        read = is_read(missing)
+        lost = read - missing_in_plain_gradient() if read else read
     except Exception:  # noqa: BLE001 - the gradient worked, of a function that perhaps no trace can follow
         return
-    of_leaves = jax.tree.unflatten(jax.tree.structure(differentiated), used)
-    of_records = jax.tree.leaves([of_leaves[i] for i in indices])
-    if any(of_records[i] for i in reached.missing):
+    if lost:
         raise StateNotDifferentiated
 
 

@@ -115,3 +115,16 @@ def test_a_function_of_ones_own_takes_the_maximum():
     own = eqx.filter_jit(eqx.filter_grad(lambda model, x: one(fp8.training.with_max_gradients(model), x)))(model, X)
     exact = eqx.filter_jit(fp8.filter_grad(one))(model, X)
     assert_same(own.first, exact.first)
+
+
+def test_a_layer_behind_stop_gradient_keeps_its_state():
+    """Its state has no gradient, and was not lost: the loss does not change with it."""
+    model = two_layers("delayed")
+
+    def stopped(model, x):
+        return (jax.vmap(model.second)(jax.lax.stop_gradient(model.first(x)).array) ** 2).mean()
+
+    overwrites, _ = fp8.partition_for_grad_overwrite(fp8.filter_grad(stopped)(model, X))
+    new = fp8.apply_updates(model, jax.tree.map(lambda _: None, model), overwrites)
+    assert_same(new.first.dot_general, model.first.dot_general)
+    assert new.second.dot_general.amax_history("input")[0] > 0
