@@ -377,10 +377,9 @@ def test_statistics_of_the_step_get_a_column():
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("steps", [300, pytest.param(900, marks=pytest.mark.more)])
-def test_fp8_ends_within_one_percent_of_bf16(steps, tmp_path):
-    """The default run, and a third of it. Other seeds take as long: `uv run python -m examples.train_lm --seed 1`."""
-    flags = ["--steps", str(steps), "--seed", "0", "--eval-every", "0", "--sample-bytes", "0"]
+def test_fp8_ends_within_one_percent_of_bf16(tmp_path):
+    """A third of the default run."""
+    flags = ["--steps", "300", "--seed", "0", "--eval-every", "0", "--sample-bytes", "0"]
     run_example("-m", "examples.train_lm", *flags, "--out", str(tmp_path))
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["bf16"]["validation_loss"] < loss_of_letter_pairs(), "the model has learned more than letter pairs"

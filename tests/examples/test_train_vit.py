@@ -148,10 +148,9 @@ def test_patches_cover_the_image():
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.more), pytest.param(2, marks=pytest.mark.more)])
-def test_fp8_classifies_as_bf16_does(seed, tmp_path):
-    """What the example is there to show, with its default options: within one point for each of its three seeds."""
-    assert seed in train.parse_options([]).seeds
+def test_fp8_classifies_as_bf16_does(tmp_path):
+    """What the example is there to show, with its default options: within one point, for the first of its seeds."""
+    seed = train.parse_options([]).seeds[0]
     run_example("-m", "examples.train_vit", "--seeds", str(seed), "--out", str(tmp_path))
     written = results(tmp_path)
     (gap,) = written["gaps"]

@@ -22,7 +22,7 @@ from haliax_fp8 import recipes
             ("experts",),
             ("attention",),
             ("served",),
-            ("training",),
+            ("training", "rowwise"),
         )
     ],
     ids=str,
