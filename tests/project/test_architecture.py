@@ -28,7 +28,7 @@ FLOORS = (
     # The public ops.
     ("_op", "attention"),
     # Models; and proof before purchase, which needs no model.
-    ("_einsum", "layers", "preflight", "demo"),
+    ("_einsum", "layers", "preflight", "models"),
     # The loop.
     ("training", "memory", "sharding", "ops"),
     # What became of its numbers; the model for inference.
