@@ -9,6 +9,7 @@ import pytest
 from helpers import assert_same
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
+from transformations import with_custom_vjp, with_filter_custom_jvp
 
 import haliax_fp8 as fp8
 
@@ -447,3 +448,12 @@ def test_a_loss_that_casts_floating_arrays_leaves_state_alone():
     cast = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
     got = fp8.filter_grad(lambda layer, x: batched(*jax.tree.map(cast, (layer, x))))(LAYER, X)
     np.testing.assert_array_equal(newest(got)[0], np.abs(X.astype(jnp.bfloat16)).max())
+
+
+def test_state_that_equinox_loses_is_refused():
+    """Here no rule of the product sees it: the loss changes with the state, and nothing arrives."""
+    call = with_filter_custom_jvp(with_custom_vjp(lambda op, w, x, flag: op(x, w, (((1,), (0,)), ((), ())))))
+    op = fp8.Fp8DotGeneral.init(fp8.DelayedScaling(amax_history_length=4))
+    loss = lambda params: call(*params, X, jnp.asarray(True)).sum()
+    with pytest.raises(ValueError, match="filter_custom_jvp.*eqx.filter_grad"):
+        fp8.filter_grad(loss)((op, jnp.ones((4, 4))))
