@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 
 from ..devices.device import Device
@@ -15,8 +16,8 @@ def has_fp8_product(program: Any, device: Device | str | None = None) -> bool:
     """Whether a program has a matrix product of FP8 operands.
 
     Args:
-        program: The result of `jax.jit(f).lower(...)`, or of its `.compile()`; or the text of either, as HLO or
-            StableHLO.
+        program: The result of `jax.jit(f).lower(...)` or `eqx.filter_jit(f).lower(...)`, or of its `.compile()`; or
+            the text of either, as HLO or StableHLO.
         device: What a text was compiled for, such as `"tpu7x"`. Only TPUs need it: their compiled programs read FP8
             operands whether or not the TPU multiplies them. A `.compile()` result knows its device.
 
@@ -34,6 +35,14 @@ def has_fp8_product(program: Any, device: Device | str | None = None) -> bool:
         >>> has_fp8_product(lowered), has_fp8_product(lowered.compile())
         (True, False)
     """
+    # Equinox wraps what JAX returns.
+    if isinstance(program, eqx.Module):
+        program = getattr(program, "lowered", None) or getattr(program, "compiled", program)
+    if not (isinstance(program, str) or hasattr(program, "as_text")):
+        raise ValueError(
+            f"program is of type {type(program).__name__}; pass jax.jit(f).lower(*args), its .compile(), or the text "
+            "of either"
+        )
     hardware = _device_of(program) if device is None else Device.of(device, of="has_fp8_product")
     text = program if isinstance(program, str) else program.as_text()
     if not text.lstrip().startswith("HloModule"):
@@ -65,7 +74,10 @@ def check_fp8_call(lowered: Any) -> None:
     """Prints whether a lowered function will multiply in FP8 once compiled, like the function in Flax's guide.
 
     Args:
-        lowered: The result of `jax.jit(f).lower(...)`.
+        lowered: The result of `jax.jit(f).lower(...)` or `eqx.filter_jit(f).lower(...)`.
+
+    Raises:
+        ValueError: If it is something else.
 
     References:
         The user guide "FP8 basics" of Flax, whose own version looks for the operands' types in the text of a custom
@@ -75,4 +87,9 @@ def check_fp8_call(lowered: Any) -> None:
         >>> check_fp8_call(jax.jit(jnp.dot).lower(jnp.ones((16, 16)), jnp.ones((16, 16))))
         No Fp8 call!
     """
+    if not hasattr(lowered, "compile"):
+        raise ValueError(
+            f"lowered is of type {type(lowered).__name__}; pass jax.jit(f).lower(*args) or "
+            "eqx.filter_jit(f).lower(*args)"
+        )
     print("Fp8 call detected!" if has_fp8_product(lowered.compile()) or has_fp8_product(lowered) else "No Fp8 call!")

@@ -503,15 +503,24 @@ def fp8_dot(a, b):
     return jnp.dot(a.astype(jnp.float8_e4m3fn), b.astype(jnp.float8_e4m3fn), preferred_element_type=jnp.float32)
 
 
+@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
 @pytest.mark.parametrize("function, found", [(fp8_dot, True), (jnp.dot, False)])
-def test_check_of_the_guide(function, found, capsys):
-    lowered = jax.jit(function).lower(jnp.ones((16, 32)), jnp.ones((32, 64)))
+def test_check_of_the_guide(jit, function, found, capsys):
+    lowered = jit(function).lower(jnp.ones((16, 32)), jnp.ones((32, 64)))
     check_fp8_call(lowered)
     assert capsys.readouterr().out == ("Fp8 call detected!\n" if found else "No Fp8 call!\n")
     assert has_fp8_product(lowered) is found
-    assert has_fp8_product(lowered.as_text()) is found and has_fp8_product(lowered.as_text("hlo")) is found
+    assert has_fp8_product(lowered.as_text()) is found
+    assert jit is eqx.filter_jit or has_fp8_product(lowered.as_text("hlo")) is found
     # On a CPU nothing multiplies in FP8.
     assert not has_fp8_product(lowered.compile())
+
+
+@pytest.mark.parametrize("check", [check_fp8_call, has_fp8_product])
+@pytest.mark.parametrize("program", [fp8_dot, 3, None])
+def test_what_is_no_program_is_refused(check, program):
+    with pytest.raises(ValueError, match=r"is of type \w+; pass jax.jit\(f\).lower\(\*args\)"):
+        check(program)
 
 
 def run_alone(code):
