@@ -35,7 +35,7 @@ SHORTER_HISTORY = 16
 
 
 class Remedy(enum.Enum):
-    """What `Diagnosis.apply` can change in a model; `NONE` stands for what it cannot."""
+    """What `apply_remedies` can change in a model; `NONE` stands for what it cannot."""
 
     NONE = "none"
     SHORTER_HISTORY = f"a history of {SHORTER_HISTORY} steps"
@@ -58,7 +58,7 @@ class Finding(Printable):
         threshold: What that number is compared with, in words.
         source: Where the threshold comes from; "heuristic" if it is ours.
         advice: What to do.
-        remedy: What of it `Diagnosis.apply` does.
+        remedy: What of it `apply_remedies` does.
     """
 
     layer: str
