@@ -64,12 +64,15 @@ def require_state(state: OpState | None, recipe: Recipe, groups: tuple[int, ...]
 
 
 def leading_axes(state: OpState) -> tuple[int, ...]:
-    """The sizes of the axes in front of one op's state, of stacks, ensembles and groups; () for a state without array.
+    """The sizes of the axes in front of one op's state, of stacks, ensembles and groups.
+
+    () for a state that has something else in place of its array, as a tree of shapes or of shardings has.
 
     Args:
         state: The state of an op.
     """
-    return () if state.table.array is None else state.table.array.shape[:-2]
+    shape = getattr(state.table.array, "shape", ())
+    return shape[:-2] if isinstance(shape, tuple) else ()
 
 
 def require_stored_scales(recipe: Recipe) -> None:

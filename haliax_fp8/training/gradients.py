@@ -30,7 +30,7 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
     does if Equinox takes state for a constant (`filter_custom_jvp`, implicit solvers). There, `eqx.filter_grad` works,
     and sums the newest amaxes.
 
-    Outside `jit`, where JAX cannot combine the uses of a layer, the function is called again, as one program. If the
+    Where JAX cannot differentiate this outside `jit`, the function is called again, as one program. If the
     loss does not use all layers, it is traced once more without being differentiated: state must not be lost unnoticed.
 
     Args:
