@@ -8,10 +8,11 @@ import jax
 
 from .._jax.max_grad import StateNotDifferentiated
 from .._jax.messages import is_about_cast, is_about_linear_transpose, is_about_structure, is_about_sum, rejects_max_grad
-from .._jax.raised_in import by_users_assertion, in_checkpointed_loop, in_custom_derivative
+from .._jax.raised_in import by_users_assertion, calls_users_function, in_checkpointed_loop, in_custom_derivative
 from .._state.op_state import OpState
 
 
+@calls_users_function
 def differentiable[T](gradients_of: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """The result of `gradients_of(*args, **kwargs)`, as one program where JAX cannot differentiate step by step.
 

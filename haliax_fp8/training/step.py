@@ -13,6 +13,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
+from .._jax.raised_in import calls_users_function
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
 from ..layers.config import Fp8Config
@@ -151,6 +152,7 @@ class TrainStep(eqx.Module):
         """
         return training_options(recipes_of(model), Device.default() if device is None else device)
 
+    @calls_users_function
     def calibrate(
         self, model: M, *batch: Any, key: Key[Array, ""] | None = None, loss_key: Key[Array, ""] | None = None
     ) -> M:
@@ -184,6 +186,7 @@ class TrainStep(eqx.Module):
         given = StepInput(batch, key, loss_key)
         return recorded(model, lambda observed: _overwrites((self._without_monitor, given), observed))
 
+    @calls_users_function
     def __call__(
         self,
         model: M,

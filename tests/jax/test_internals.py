@@ -25,6 +25,9 @@ def test_internals_are_the_ones_under_test():
         # `tests/jax/test_linearization.py`.
         "jax._src.ad_util.Zero",
         "jax._src.interpreters.ad",
+        # `tests/jax/test_raised_in.py`.
+        "jax._src.traceback_util.api_boundary",
+        "jax._src.traceback_util.register_exclusion",
         # `tests/jax/test_opaque.py`.
         "jax._src.interpreters.partial_eval",
         "jax._src.util.cache",
