@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import core, dtypes, earray
+from jax._src import ad_util, core, dtypes, earray
 from jax._src.interpreters import pxla
 from jax._src.lax.lax import from_edtype_p, to_edtype_p
 from jax.interpreters import ad
@@ -133,18 +133,10 @@ class _MaxGradDType(dtypes.ExtendedDType):
 
 
 fp32_max_grad = _MaxGradDType(np.dtype(np.float32))
-"""The element type: float32 whose cotangents JAX adds by maximum. Cast to it and from it with `astype`.
+"""The element type: float32 whose cotangents JAX adds by maximum. Cast to it and from it with `astype`."""
 
-Take gradients under `jax.jit`: outside it, JAX cannot add cotangents of an element type that is not its own.
-"""
-
-
-def is_missing_adder(error: Exception) -> bool:
-    """Whether a gradient failed because it was taken outside `jit`.
-
-    There JAX looks up an adder by the array's type, and has none for extended element types.
-    """
-    return isinstance(error, KeyError) and error.args == (earray.EArray,)
+# Outside `jit`, JAX adds cotangents by the class of their arrays, and has nothing for this one.
+ad_util.raw_jaxval_adders[earray.EArray] = lambda x, y: x.dtype._rules.add(x.dtype, x, y)
 
 
 def is_max_grad(x: object) -> bool:

@@ -74,20 +74,20 @@ def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> 
     def mapped() -> Callable[..., Any]:
         """The batched function, equally opaque."""
 
-        def call_mapped(*leaves: Any, axes: Any, out_axes: Any, call_jaxpr: Any) -> Any:
-            return jax.vmap(jaxpr_as_fun(call_jaxpr), in_axes=axes, out_axes=list(out_axes))(*leaves)
+        def call_mapped(*leaves: Any, axes: Any, out_axes: Any, jaxpr: Any) -> Any:
+            return jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes, out_axes=list(out_axes))(*leaves)
 
         call_mapped.__name__ = function.__name__
         return _one_equation(call_mapped, jvp)
 
-    def batched(leaves: Any, axes: Any, *, call_jaxpr: Any) -> Any:
+    def batched(leaves: Any, axes: Any, *, jaxpr: Any) -> Any:
         # Results that no mapped operand reaches stay one array, such as the quantized kernel that examples share.
-        out_axes = _mapped_results(call_jaxpr, [axis is not None for axis in axes])
-        return mapped()(*leaves, axes=tuple(axes), out_axes=out_axes, call_jaxpr=call_jaxpr), out_axes
+        out_axes = _mapped_results(jaxpr, [axis is not None for axis in axes])
+        return mapped()(*leaves, axes=tuple(axes), out_axes=out_axes, jaxpr=jaxpr), out_axes
 
-    primitive.def_impl(lambda *leaves, call_jaxpr: _compiled(call_jaxpr)(*leaves))
-    primitive.def_abstract_eval(lambda *avals, call_jaxpr: call_jaxpr.out_avals)
-    mlir.register_lowering(primitive, functools.partial(mlir.core_call_lowering, name=primitive.name))
+    primitive.def_impl(lambda *leaves, jaxpr: _compiled(jaxpr)(*leaves))
+    primitive.def_abstract_eval(lambda *avals, jaxpr: jaxpr.out_avals)
+    mlir.register_lowering(primitive, functools.partial(_lowered, name=primitive.name))
     ad.primitive_jvps[primitive] = functools.partial(jvp, primitive)
     batching.primitive_batchers[primitive] = batched
 
@@ -95,9 +95,14 @@ def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> 
     def call(*args: Any, **static: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
         jaxpr, of_results = traced(structure, tuple(sorted(static.items())), tuple(map(jax.typeof, leaves)))
-        return jax.tree.unflatten(of_results, primitive.bind(*leaves, call_jaxpr=jaxpr))
+        return jax.tree.unflatten(of_results, primitive.bind(*leaves, jaxpr=jaxpr))
 
     return call
+
+
+def _lowered(ctx: Any, *leaves: Any, name: str, jaxpr: Any) -> Any:
+    # Ours is not called `call_jaxpr`: `checkify` binds primitives with such a parameter as JAX binds its own calls.
+    return mlir.core_call_lowering(ctx, *leaves, name=name, call_jaxpr=jaxpr)
 
 
 @cache()
@@ -121,7 +126,8 @@ def _mapped_results(jaxpr: Any, are_mapped: Sequence[bool]) -> tuple[int | None,
     of_atoms = lambda atoms: [not isinstance(x, Literal) and x in mapped for x in atoms]
     for equation in inner.eqns:
         operands, params = of_atoms(equation.invars), equation.params
-        called = params.get("call_jaxpr", params.get("jaxpr") if equation.primitive.name == "jit" else None)
+        is_call = equation.primitive.name == "jit" or equation.primitive.name.startswith("fp8_")
+        called = params.get("call_jaxpr", params.get("jaxpr") if is_call else None)
         if called is not None and any(operands):
             results = [axis is not None for axis in _mapped_results(called, operands)]
         else:
@@ -154,16 +160,16 @@ def on_one_device(function: Callable[..., Array], *arrays: Array) -> Array:
     """
     with config._check_vma(False):
         traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
-    (result,) = _on_one_device_p.bind(*arrays, call_jaxpr=_low(traced))
+    (result,) = _on_one_device_p.bind(*arrays, jaxpr=_low(traced))
     return result
 
 
 _on_one_device_p = Primitive("fp8_on_one_device")
 _on_one_device_p.multiple_results = True
-_on_one_device_p.def_impl(lambda *arrays, call_jaxpr: jax.jit(jaxpr_as_fun(call_jaxpr))(*arrays))
-_on_one_device_p.def_abstract_eval(lambda *avals, call_jaxpr: call_jaxpr.out_avals)
-mlir.register_lowering(_on_one_device_p, functools.partial(mlir.core_call_lowering, name=_on_one_device_p.name))
-batching.primitive_batchers[_on_one_device_p] = lambda arrays, axes, *, call_jaxpr: (
-    jax.vmap(jaxpr_as_fun(call_jaxpr), in_axes=axes)(*arrays),
-    [0] * len(call_jaxpr.out_avals),
+_on_one_device_p.def_impl(lambda *arrays, jaxpr: jax.jit(jaxpr_as_fun(jaxpr))(*arrays))
+_on_one_device_p.def_abstract_eval(lambda *avals, jaxpr: jaxpr.out_avals)
+mlir.register_lowering(_on_one_device_p, functools.partial(_lowered, name=_on_one_device_p.name))
+batching.primitive_batchers[_on_one_device_p] = lambda arrays, axes, *, jaxpr: (
+    jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes)(*arrays),
+    [0] * len(jaxpr.out_avals),
 )

@@ -1,12 +1,35 @@
 """Where an error was raised: by an assertion of the user, or in a loop or a custom derivative of Equinox.
 
+And which frames its traceback shows.
+
 Equinox differentiates loops by rules of its own and raises whatever JAX raises there. Only private names of its, in an
 error's traceback, tell which rule it was.
 """
 
 import dis
+import functools
+import inspect
 import traceback
+from collections.abc import Callable
 from types import FrameType
+
+from jax._src.traceback_util import api_boundary, register_exclusion
+
+
+def calls_users_function[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Marks a function that runs the user's: an error in there shows frames of the user, as under JAX's own functions.
+
+    Frames of the file that defines the function are hidden; `JAX_TRACEBACK_FILTERING=off` shows them.
+
+    Args:
+        function: The function.
+    """
+    _hide(inspect.unwrap(function).__code__.co_filename)
+    return api_boundary(function)
+
+
+# JAX keeps a list, to which each call would add.
+_hide = functools.cache(register_exclusion)
 
 
 def by_users_assertion(error: Exception) -> bool:

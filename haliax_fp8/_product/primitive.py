@@ -34,6 +34,7 @@ from .._jax.mesh_axes import all_varying, varying_axes
 from .._jax.unchecked_devices import require_gradient_inside, require_transposition_inside
 from .._numerics.quantized_array import QuantizedArray
 from .._state.record import repeated
+from .._state.require import warn_of_constant_state
 from ..devices.units import MX_UNITS
 from .kernel_copies import KernelCopies, KernelCopy, folded, is_mapped, shape_of
 from .mapped_tangent import TangentArguments, with_mapped_axis
@@ -217,6 +218,8 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
         return [None] * len(args)
     dx, dw = [t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2]]
     update = len(linear) > 2 and linear[2]
+    if dw is not None and spec.recipe.is_stateful and not (update and ad.is_undefined_primal(tangents[2])):
+        warn_of_constant_state(spec.recipe)
     if update:
         require_transposed_state(tangents[2], tangents[1:2])
         require_transposition_inside(tangents[2])

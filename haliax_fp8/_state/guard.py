@@ -68,11 +68,15 @@ def fit(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Boo
     # NaN, zero and negative numbers, less one, are larger words than infinity's.
     above = lax.sub(lax.shift_left(of_guard, _ONE), lax.min(lax.sub(words, _ONE), _NO_SCALE))
     near = lax.le(lax.add(above, _OFFSET), _WIDTH)
-    on_grid = lax.eq(lax.bitwise_and(of_guard, _OFF_GRID), _ZERO)
-    consistent = lax.bitwise_and(near, on_grid)
+    consistent = lax.bitwise_and(near, is_on_grid(guard))
     without_sign = lax.shift_left(words, _ONE)
     special = lax.bitwise_or(lax.eq(without_sign, _ZERO), lax.eq(without_sign, _INFINITY << _ONE))
     return lax.bitwise_or(consistent, lax.bitwise_and(special, lax.eq(words, of_guard)))
+
+
+def is_on_grid(guard: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:
+    """Whether numbers may be guards at all, whatever a scale was rounded to; sums and means of guards hardly are."""
+    return lax.eq(lax.bitwise_and(words_of(guard), _OFF_GRID), _ZERO)
 
 
 def is_scaled_down(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:

@@ -1,7 +1,43 @@
-"""The state that a product needs: there, and that of one layer."""
+"""The state that a product needs: there, that of one layer, and trained with the kernel."""
+
+import pathlib
+import warnings
+
+import equinox as eqx
+import jax
 
 from ..recipes.recipe import Recipe
 from .op_state import OpState
+from .table import numbers_of
+
+
+KEEP_STATE_WITH_TRAINED = """Keep state with what is trained:
+    is_state = lambda node: isinstance(node, OverwriteWithGradient)
+    spec = jax.tree.map(is_state, model, is_leaf=is_state)
+then set the trained weights in spec to True, and split with eqx.partition(model, spec)."""
+"""How to split a model, for messages about state that went with the frozen weights."""
+
+# What is in these folders is not the user's, whom a warning should point at.
+_LIBRARIES = tuple(
+    str(pathlib.Path(file).parent) for file in (pathlib.Path(__file__).parent, jax.__file__, eqx.__file__)
+)
+
+
+def warn_of_constant_state(recipe: Recipe) -> None:
+    """Warns that a kernel's gradient was taken and that of its state was not, although steps should write it.
+
+    Args:
+        recipe: The recipe of the op.
+    """
+    if not numbers_of(recipe.scalings):
+        return
+    warnings.warn(
+        f"the gradient of an FP8 layer's weight was taken without that of its state ({recipe}): if this trains the "
+        "weight, the scales stay as they are for ever. eqx.partition put the state with the frozen weights, or the "
+        f"gradient is of the weights alone. {KEEP_STATE_WITH_TRAINED} In an analysis that does not train, ignore this",
+        stacklevel=2,
+        skip_file_prefixes=_LIBRARIES,
+    )
 
 
 def require_state(state: OpState | None, recipe: Recipe, groups: tuple[int, ...] = ()) -> None:
@@ -28,12 +64,15 @@ def require_state(state: OpState | None, recipe: Recipe, groups: tuple[int, ...]
 
 
 def leading_axes(state: OpState) -> tuple[int, ...]:
-    """The sizes of the axes in front of one op's state, of stacks, ensembles and groups; () for a state without array.
+    """The sizes of the axes in front of one op's state, of stacks, ensembles and groups.
+
+    () for a state that has something else in place of its array, as a tree of shapes or of shardings has.
 
     Args:
         state: The state of an op.
     """
-    return () if state.table.array is None else state.table.array.shape[:-2]
+    shape = getattr(state.table.array, "shape", ())
+    return shape[:-2] if isinstance(shape, tuple) else ()
 
 
 def require_stored_scales(recipe: Recipe) -> None:

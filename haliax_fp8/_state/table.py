@@ -17,7 +17,7 @@ from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling.base import AbstractScaling
 from ..recipes.scaling.memory import AbstractMemory
 from ..recipes.scaling.multiplier import round_up_words, usable, words_of
-from .guard import fit, guard_of, guard_on_host, is_scaled_down
+from .guard import fit, guard_of, guard_on_host, is_on_grid, is_scaled_down
 
 
 type Table = Float32[Array, "*ensemble operands columns"]
@@ -170,7 +170,9 @@ def measured_in_record(record: Array, scalings: tuple[AbstractScaling, ...]) -> 
     return Measured(numbers, reached)
 
 
-def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...]) -> Measured:
+def measured_in_gradient(
+    gradient: Array, scalings: tuple[AbstractScaling, ...], before: Array | None = None
+) -> Measured:
     """What a step measured, from tables that are gradients: the newest numbers in them, and nothing else.
 
     So a gradient that is a sum over several uses cannot corrupt scales and histories. A step that did not reach a row
@@ -179,10 +181,13 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
     Args:
         gradient: Tables, as `next_table` would have made them.
         scalings: The scaling of each operand of an op.
+        before: The tables of this step; with them, averages of gradients are noticed too.
     """
     axis, count = gradient.ndim - 2, len(scalings)
     scale, guard = gradient[..., :1], gradient[..., -1:]
     scaled_down = is_scaled_down(scale, guard)
+    if before is not None:
+        scaled_down = lax.bitwise_or(scaled_down, _is_averaged(gradient, before, scalings))
     # A guard is a root: float16 holds it, as 2**-24 or more, where it rounds the scale to zero.
     has_scale = jnp.isfinite(scale) & ((scale > 0.0) | (guard > 2.0**-25))
     recorded = {memory: rows for memory, rows in _rows_by_memory(scalings).items() if memory.numbers}
@@ -206,6 +211,23 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
         lax.concatenate([parts.get(row, missing)[i] for row in range(gradient.shape[axis])], axis) for i in (0, 1)
     )
     return Measured(newest, reached, scaled_down)
+
+
+def _is_averaged(gradient: Array, before: Array, scalings: tuple[AbstractScaling, ...]) -> Array:
+    """Whether gradients are means of several, whose scales differ.
+
+    What a step only moves, such as the oldest amaxes of a history, is the same in each. A sum over uses of a layer has
+    a multiple of it, and a mean what one gradient has, but not the guard of its scale. If the scales do not differ, the
+    amaxes do not matter to them, and a mean passes. So it does if nothing was recorded in the step before.
+    """
+    memory = _of_all(scalings)
+    tail = [] if memory is None else [x for x in memory.tail(unguarded(before)) if x.shape[-1]]
+    is_guard = is_on_grid(gradient[..., -1:])
+    if not tail:
+        return lax.full_like(is_guard, False)
+    moved, now = tail[-1][..., -1:], gradient[..., -2:-1]
+    is_one = lax.bitwise_and(lax.gt(now, moved * np.float32(0.5)), lax.lt(now, moved * np.float32(1.5)))
+    return lax.bitwise_and(is_one, lax.bitwise_not(is_guard))
 
 
 def of_own_rows(table: Array, measured: Measured) -> Measured:

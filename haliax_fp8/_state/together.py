@@ -23,7 +23,8 @@ def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[An
         states: This step's, each an `OpState`, which imports this file.
         gradients: Their gradients, in the same order.
     """
-    return _together(measured_in_gradient, states, gradients, otherwise=None)
+    measured_in = lambda before, tables, scalings: measured_in_gradient(tables, scalings, before)
+    return _together(measured_in, states, gradients, otherwise=None)
 
 
 def complete_states(states: Sequence[Any], records: Sequence[Any]) -> list[Any]:
@@ -33,7 +34,8 @@ def complete_states(states: Sequence[Any], records: Sequence[Any]) -> list[Any]:
         states: This step's.
         records: The gradients of their records, in the same order.
     """
-    return _together(measured_in_record, states, records, otherwise=-np.inf)
+    measured_in = lambda _, records, scalings: measured_in_record(records, scalings)
+    return _together(measured_in, states, records, otherwise=-np.inf)
 
 
 def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -59,7 +61,7 @@ def _written(table: Array, gradient: Array, *, scalings: tuple[AbstractScaling, 
 
 
 def _together(
-    measured_in: Callable[[Array, tuple[AbstractScaling, ...]], Measured],
+    measured_in: Callable[[Array, Array, tuple[AbstractScaling, ...]], Measured],
     states: Sequence[Any],
     others: Sequence[Any],
     *,
@@ -68,7 +70,7 @@ def _together(
     """The states of the next step; those of a kind at once, in a launch or two for all layers.
 
     Args:
-        measured_in: What was measured, from gradients.
+        measured_in: What was measured, from this step's tables and the gradients.
         states: This step's.
         others: Their gradients, or those of their records.
         otherwise: What stands in rows that do not change; None for what stands there now.
@@ -82,7 +84,7 @@ def _together(
         axis = tables[members[0]].ndim - 2
         of_others = to_float32(concatenated([gradients[i] for i in members], axis))
         before = concatenated([tables[i] for i in members], axis)
-        measured = of_own_rows(before, measured_in(of_others, scalings))
+        measured = of_own_rows(before, measured_in(before, of_others, scalings))
         changes = computed_together(change_of(before, measured, scalings, limits))
         rows = changes.shape[-2] // len(members)
         starts = not_constant([np.int32(rows * i) for i in range(len(members))])

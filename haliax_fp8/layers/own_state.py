@@ -8,6 +8,7 @@ from jax.core import Tracer
 
 from .._state.guard import is_changed as scale_is_changed
 from .._state.op_state import OpState
+from .._state.require import KEEP_STATE_WITH_TRAINED
 from .._state.table import numbers_of
 from .ops import all_ops, named_ops
 
@@ -46,11 +47,8 @@ def require_whole_state(model: Any, *, calibrating: bool = False) -> None:
         found = [name or "the model itself" for name, op in named_ops(model) if is_missing(op.state)]
         raise ValueError(
             f"the FP8 state of {_first(found)} is not in this part of the model, so its scales would never be updated: "
-            "eqx.partition put it with the frozen weights. Keep state with what is trained:\n"
-            "    is_state = lambda node: isinstance(node, OverwriteWithGradient)\n"
-            "    spec = jax.tree.map(is_state, model, is_leaf=is_state)\n"
-            "then set the trained weights in spec to True, and split with eqx.partition(model, spec). Or pass the "
-            "whole model, and freeze weights in the optimizer: optax.masked(optax.set_to_zero(), mask) at its end"
+            f"eqx.partition put it with the frozen weights. {KEEP_STATE_WITH_TRAINED} Or pass the whole model, and "
+            "freeze weights in the optimizer: optax.masked(optax.set_to_zero(), mask) at its end"
         )
 
 
@@ -60,7 +58,7 @@ def _first(layers: list[str]) -> str:
 
 
 def changed_message(layers: list[str]) -> str:
-    """What happened to the state of layers, and the correct training step."""
+    """What happened to the state of layers, and how to train and average instead."""
     return (
         f"the FP8 state of {_first(layers)} was changed by something other than its own update: an "
         "optimizer, weight decay or an average that was given the whole model, or gradients that were divided before "
@@ -69,8 +67,9 @@ def changed_message(layers: list[str]) -> str:
         "    overwrites, grads = partition_for_grad_overwrite(grads)\n"
         "    updates, opt_state = optimizer.update(grads, opt_state, trainable(model))\n"
         "    model = apply_updates(model, updates, overwrites)\n"
-        "and start with optimizer.init(trainable(model)). The state of this model is lost: convert it again, "
-        "fp8_linear_layers(restore_linear_layers(model), config)"
+        "and start with optimizer.init(trainable(model)). Average models (EMA, SWA, target networks) with\n"
+        "    average = training.incremental_update(model, average, step_size=0.01)\n"
+        "The state of this model is lost: convert it again, fp8_linear_layers(restore_linear_layers(model), config)"
     )
 
 

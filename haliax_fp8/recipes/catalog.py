@@ -43,6 +43,12 @@ def _nvfp4() -> Recipe:
     )
 
 
+def _mxfp4_mxfp8() -> Recipe:
+    """Weights in MXFP4, activations and gradients in MXFP8: the numbers of gpt-oss, DeepSeek-V4 and Kimi K3."""
+    mxfp8 = Recipe.of(MXFP8Scaling())
+    return dataclasses.replace(mxfp8, kernel=Quantization(E2M1, MXFP8Scaling()))
+
+
 named: dict[str, Recipe] = {
     "delayed": Recipe.of(DelayedScaling()),
     "current": Recipe.of(CurrentScaling()),
@@ -51,6 +57,7 @@ named: dict[str, Recipe] = {
     "deepseek": Recipe.of(BlockScaling()),
     "mxfp8": Recipe.of(MXFP8Scaling()),
     "nvfp4": _nvfp4(),
+    "mxfp4_mxfp8": _mxfp4_mxfp8(),
     "static": Recipe.of(StaticScaling()),
 }
 """Every named recipe."""
@@ -68,6 +75,8 @@ aliases: dict[str, str] = {
     "mxfp8_rceil": "mxfp8",
 }
 """Other libraries' names."""
+
+_FORWARD_ONLY = "_fprop"
 
 
 type RecipeLike = Recipe | AbstractScaling | str
@@ -98,7 +107,8 @@ def by_name(name: str) -> Recipe:
     """The recipe with a name.
 
     Args:
-        name: A key of `named` or of `aliases`.
+        name: A key of `named` or of `aliases`. With `_fprop` at its end, the recipe of the rest of the name, with its
+            backward pass in high precision: see `Recipe.forward_only`.
 
     Raises:
         ValueError: If there is none; the nearest names are listed.
@@ -107,13 +117,14 @@ def by_name(name: str) -> Recipe:
         >>> print(by_name("rowwise_with_gw_hp"))
         RowwiseScaling E4M3/E4M3/E4M3, wgrad in high precision
     """
-    recipe = named.get(aliases.get(name, name))
+    base = name.removesuffix(_FORWARD_ONLY)
+    recipe = named.get(aliases.get(base, base))
     if recipe is None:
         listed = lambda names: ", ".join(map(repr, names))
         near = nearest(name, [*named, *aliases])
         hint = f"the nearest are {listed(near)}; " if near else ""
         raise ValueError(
             f"recipe={name!r} is unknown; {hint}all are {listed(named)}, and by other libraries' names "
-            f"{listed(aliases)}"
+            f"{listed(aliases)}; with {_FORWARD_ONLY!r} at its end, the backward pass is in high precision"
         )
-    return recipe
+    return recipe if base == name else recipe.forward_only()

@@ -121,7 +121,8 @@ class Recipe:
             if any(high) and not all(high):
                 raise ValueError(
                     f"recipe leaves one operand of {name} in high precision and quantizes the other: {operands}; "
-                    "a product runs in FP8 with both or not at all"
+                    "a product runs in FP8 with both or not at all. To quantize the forward pass alone, use "
+                    "recipe.forward_only(), or a name such as 'rowwise_fprop'"
                 )
             rotated = [isinstance(q.scaling, HadamardScaling) for q in operands]
             if any(rotated) and not all(rotated):
@@ -278,6 +279,20 @@ class Recipe:
     def delayed(self) -> DelayedScaling | None:
         """The first delayed scaling of an operand, or None if the recipe keeps no history."""
         return next((scaling for scaling in self.scalings if isinstance(scaling, DelayedScaling)), None)
+
+    def forward_only(self) -> "Recipe":
+        """fprop as in this recipe; dgrad and wgrad in high precision, from operands that were not quantized.
+
+        For gradients of any function, however large or small they are: saliency, Jacobians, another loss. A stored
+        scale of the output gradient fits the training loss alone, and clips others. `by_name("rowwise_fprop")` is
+        `by_name("rowwise").forward_only()`, and so for every name.
+
+        Example:
+            >>> print(Recipe.of(DelayedScaling()).forward_only())
+            DelayedScaling+HighPrecision E4M3/E4M3/E4M3, dgrad/wgrad in high precision
+        """
+        high = Quantization(E4M3, HighPrecision())
+        return Recipe(self.input, self.kernel, high, input_for_wgrad=high, kernel_for_dgrad=high)
 
     def _map(self, function: Callable[[Quantization], Quantization]) -> "Recipe":
         optional = (self.input_for_wgrad, self.kernel_for_dgrad, self.output_grad_for_wgrad)

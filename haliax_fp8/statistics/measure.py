@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from .._jax.raised_in import calls_users_function
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
 from ..layers.default import default_rules
@@ -26,6 +27,7 @@ from ..training.step_arguments import require_fit, require_model_first
 from .result import ModelStatistics, OpStatistics
 
 
+@calls_users_function
 def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any) -> ModelStatistics:
     """Runs one forward and backward pass, as training would, and measures every operand of every FP8 product.
 

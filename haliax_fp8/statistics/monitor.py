@@ -28,6 +28,6 @@ def every(steps: int, prefix: str = "fp8") -> Monitor:
         0.0
         >>> fp8_model, opt_state, metrics = step(fp8_model, opt_state, x)
         >>> sorted(metrics)
-        ['grad_norm', 'loss']
+        ['grad_norm', 'loss', 'output_grad_amax_ratio']
     """
     return Monitor(steps, prefix, measuring, without_measurements, statistics_in, ModelStatistics.flat)

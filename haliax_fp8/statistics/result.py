@@ -78,7 +78,8 @@ class OpStatistics(Printable, eqx.Module):
         return _derived(self, jnp)["over_noise"]
 
     def __rich__(self) -> Table:
-        table = new_table("Quantization of each operand" + (" (the worst of a stack)" if self.amax.ndim > 1 else ""))
+        is_stack = getattr(self.amax, "ndim", 1) > 1
+        table = new_table("Quantization of each operand" + (" (the worst of a stack)" if is_stack else ""))
         for column in ("", *OPERANDS):
             table.add_column(column, justify="right" if column else "left", no_wrap=True)
         if not is_concrete(self):
@@ -219,8 +220,9 @@ _NO_NUMBERS = "traced or abstract: no numbers"
 
 
 def is_concrete(op: OpStatistics) -> bool:
-    """Whether the statistics have numbers: they are neither traced nor abstract."""
-    return not any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(op))
+    """Whether the statistics have numbers: they are not traced, abstract, or a tree of something else."""
+    numbers = [getattr(op, name) for name in op.__dataclass_fields__ if name != "scale_age" or op.scale_age is not None]
+    return all(isinstance(x, np.ndarray | jax.Array) and not isinstance(x, Tracer) for x in numbers)
 
 
 def numbered(path: str, index: tuple[int, ...]) -> str:

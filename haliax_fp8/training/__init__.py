@@ -20,6 +20,7 @@ from .step import TrainStep as TrainStep
 from .updates import (
     accumulate_gradients as accumulate_gradients,
     apply_updates as apply_updates,
+    incremental_update as incremental_update,
     partition_for_grad_overwrite as partition_for_grad_overwrite,
     trainable as trainable,
 )

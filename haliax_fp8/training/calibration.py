@@ -8,6 +8,7 @@ import haliax as hax
 import jax
 import numpy as np
 
+from .._jax.raised_in import calls_users_function
 from .._op import Fp8DotGeneral
 from .._state.marker import OverwriteWithGradient, is_state
 from ..attention.op import Fp8Attention
@@ -18,6 +19,7 @@ from .loss import scalar_loss
 from .step_arguments import require_fit, require_model_first
 
 
+@calls_users_function
 def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) -> M:
     """Runs forward and backward passes in high precision and records every amax in the model's state.
 
@@ -66,6 +68,7 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
     return model
 
 
+@calls_users_function
 def recorded[M](model: M, gradients_of: Callable[[M], Any]) -> M:
     """The model after one step of calibration.
 

@@ -6,12 +6,13 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._jax.max_grad import StateNotDifferentiated, is_missing_adder
+from .._jax.max_grad import StateNotDifferentiated
 from .._jax.messages import is_about_cast, is_about_linear_transpose, is_about_structure, is_about_sum, rejects_max_grad
-from .._jax.raised_in import by_users_assertion, in_checkpointed_loop, in_custom_derivative
+from .._jax.raised_in import by_users_assertion, calls_users_function, in_checkpointed_loop, in_custom_derivative
 from .._state.op_state import OpState
 
 
+@calls_users_function
 def differentiable[T](gradients_of: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """The result of `gradients_of(*args, **kwargs)`, as one program where JAX cannot differentiate step by step.
 
@@ -54,11 +55,12 @@ def _looks_for_nans() -> bool:
 
 
 def _needs_one_program(error: Exception) -> bool:
-    """Whether the gradient was taken operation by operation, where JAX cannot add the gradients of several uses."""
+    """Whether the gradient was taken operation by operation, which JAX cannot always do with the type of state."""
     if by_users_assertion(error):
         return False
-    by_steps = isinstance(error, AssertionError | NotImplementedError) or is_missing_adder(error)
-    return by_steps or (jax.config.jax_disable_jit and rejects_max_grad(error))
+    return isinstance(error, AssertionError | NotImplementedError) or (
+        jax.config.jax_disable_jit and rejects_max_grad(error)
+    )
 
 
 def _explanation(error: Exception) -> str | None:

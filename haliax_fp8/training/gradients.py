@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 
 from .._jax.max_grad import StateNotDifferentiated, is_max_grad
+from .._jax.raised_in import calls_users_function
 from .._jax.reached import Reached, depends_on, noticed
 from .._product.kernel_copies import KernelCopies
 from .._state.all_records import record_states, records_of_part
@@ -30,7 +31,7 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
     does if Equinox takes state for a constant (`filter_custom_jvp`, implicit solvers). There, `eqx.filter_grad` works,
     and sums the newest amaxes.
 
-    Outside `jit`, where JAX cannot combine the uses of a layer, the function is called again, as one program. If the
+    Where JAX cannot differentiate this outside `jit`, the function is called again, as one program. If the
     loss does not use all layers, it is traced once more without being differentiated: state must not be lost unnoticed.
 
     Args:
@@ -54,6 +55,7 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
 
     value_and_grad = filter_value_and_grad(function, has_aux=has_aux)
 
+    @calls_users_function
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
         value, gradients = value_and_grad(model, *args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
@@ -146,6 +148,7 @@ def _value_and_grad(
         gradients = [None if isinstance(leaf, KernelCopies) else leaf for leaf in gradients]
         return value, jax.tree.unflatten(structure, gradients)
 
+    @calls_users_function
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, eqx.Module):
             require_model_first(model, function, "filter_grad(loss_fn)(model, *batch)")

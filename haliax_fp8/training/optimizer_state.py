@@ -59,7 +59,7 @@ def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) 
     if not any(map(is_model_tree, nodes)) and any(jnp.ndim(node) > 0 for node in nodes):
         raise ValueError(
             "opt_state holds no tree with the structure of old_model's parameters; it was not made by "
-            "optimizer.init(eqx.filter(partition_for_grad_overwrite(old_model)[1], eqx.is_inexact_array))"
+            "optimizer.init(trainable(old_model))"
         )
 
     def transfer(node: Any) -> Any:

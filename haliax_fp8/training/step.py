@@ -8,23 +8,26 @@ from typing import Any, TypeVar, cast
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
+from .._jax.raised_in import calls_users_function
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
 from ..layers.config import Fp8Config
 from ..layers.default import default_rules
 from ..layers.description import describe, recipes_of
 from ..layers.model_argument import require_model
-from ..layers.ops import is_op
+from ..layers.ops import all_ops, is_op
 from ..layers.own_state import require_own_state, require_whole_state
 from ..layers.quantized_kernels import quantize_kernels, require_no_kernel_copies
 from ..layers.rule import LayerRule
 from ..layers.served import require_weights
 from ..layers.uncalibrated import require_calibrated
 from ..recipes.compiler_options import log_cost_of_flags, training_options
+from ..recipes.scaling import DelayedScaling
 from .calibration import recorded
 from .kernel_quantization import KernelQuantization, as_kernel_quantization
 from .microbatches import BatchGradients, StepInput, gradients_of_batch
@@ -149,6 +152,7 @@ class TrainStep(eqx.Module):
         """
         return training_options(recipes_of(model), Device.default() if device is None else device)
 
+    @calls_users_function
     def calibrate(
         self, model: M, *batch: Any, key: Key[Array, ""] | None = None, loss_key: Key[Array, ""] | None = None
     ) -> M:
@@ -182,6 +186,7 @@ class TrainStep(eqx.Module):
         given = StepInput(batch, key, loss_key)
         return recorded(model, lambda observed: _overwrites((self._without_monitor, given), observed))
 
+    @calls_users_function
     def __call__(
         self,
         model: M,
@@ -202,7 +207,9 @@ class TrainStep(eqx.Module):
 
         Returns:
             The new model, the new optimizer state, and metrics: `loss`, `grad_norm` (over parameters, before clipping,
-            in float32), `aux` with `has_aux`, and the monitor's numbers if it measured in this step.
+            in float32), `aux` with `has_aux`, and the monitor's numbers if it measured in this step. With delayed
+            scaling also `output_grad_amax_ratio`: the largest amax of an output gradient, divided by the largest value
+            that its scale could hold. Somewhat above 1 is usual; far above, gradients were clipped and are too small.
         """
         require_order(model, opt_state, batch)
         call = "step(model, opt_state, *batch)"
@@ -255,9 +262,21 @@ def _run(kept: tuple[TrainStep, StepInput], model: Any, opt_state: Any) -> tuple
         raise
     # Squares of float16 gradients are 0 below 2e-4 and infinite above 256; sums of bfloat16 ones stop growing.
     metrics = {"loss": of_batch.loss, "grad_norm": optax.tree.norm(in_float32(of_batch.gradients))}
+    metrics |= _output_grad_amax_ratio(model, of_batch.overwrites)
     if step.has_aux:
         metrics["aux"] = of_batch.aux
     return apply_exact_updates(model, updates, of_batch.overwrites), opt_state, metrics, measured
+
+
+def _output_grad_amax_ratio(model: Any, overwrites: Any) -> Metrics:
+    """The largest amax of an output gradient over what its scale could hold, under its name; nothing without any."""
+    ratios = [
+        jnp.max(new.amax_history("output_grad")[..., 0] / (op.scale("output_grad") * op.recipe.output_grad.format.max))
+        for op, new in zip(all_ops(model), all_ops(overwrites), strict=True)
+        if isinstance(op.recipe.output_grad.scaling, DelayedScaling) and new.state.table.array is not None
+    ]
+    # What a step did not reach has `-inf`.
+    return {"output_grad_amax_ratio": functools.reduce(jnp.maximum, ratios, jnp.float32(0.0))} if ratios else {}
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import numpy as np
 from .._jax.messages import is_about_deleted_array
 from .._numerics.require import require_bool
 from .._op import Fp8DotGeneral
+from .._state.marker import is_state
 from ..layers.default import default_rules
 from ..layers.ops import all_ops
 from ..layers.walk import find_layers
@@ -222,6 +223,8 @@ def require_state_of(
 def _difference(opt_state: Any, expected: Any, model: Any) -> str:
     if eqx.is_array(opt_state):
         return f"it is an array of shape {opt_state.shape}, and a step is called as step(model, opt_state, *batch)"
+    if any(map(is_state, jax.tree.leaves(opt_state, is_leaf=is_state))):
+        return "it has moments of FP8 state, so the optimizer was given the whole model instead of trainable(model)"
     theirs, ours = _recipes(opt_state), _recipes(model)
     if theirs != ours and bool(all_ops(opt_state)) | bool(ours) and _holds_a_model(opt_state):
         of = f"a model with recipe {', '.join(theirs)}" if theirs else "a plain model"

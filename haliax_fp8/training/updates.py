@@ -10,6 +10,7 @@ import haliax.quantization as haxq
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from haliax.quantization import CustomGradientAccumulation
 from jaxtyping import Array, PyTree
 
@@ -235,6 +236,39 @@ def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
     except (ValueError, TypeError) as error:
         _require_structure_of(accumulated, "gradients", gradients, error)
         raise
+
+
+def incremental_update[M](new: M, old: M, step_size: Any) -> M:
+    """`optax.incremental_update` for whole models: an average of weights, with the newest state of FP8 layers.
+
+    For moving averages (EMA), target networks (soft updates), and with `step_size=1 / (n + 1)` for the mean of models
+    (SWA). An average of scales would be none: products with it give NaN.
+
+    Args:
+        new: The model after a step. The result has its state, and all else that is not trained.
+        old: The average so far, with the same structure; at first the model itself.
+        step_size: How far the average moves towards `new`: 1 minus the decay.
+
+    Raises:
+        ValueError: If the models do not have the same structure, or anything but its own update changed the state of
+            `new`.
+
+    Example:
+        >>> model = fp8_linear_layers(model)
+        >>> average = incremental_update(model, model, step_size=0.01)
+        >>> average.layers[0].dot_general.state is model.layers[0].dot_general.state
+        True
+    """
+    for name, model in (("new", new), ("old", old)):
+        require_model(model, "incremental_update(new, old, step_size)", name)
+    require_own_state(new)
+    trained, average = trainable(new), trainable(old)
+    try:
+        average = optax.incremental_update(trained, average, step_size)
+    except (ValueError, TypeError) as error:
+        _require_structure_of(trained, "the arrays of old", average, error)
+        raise
+    return eqx.combine(average, new)
 
 
 def trainable[M](model: M) -> M:

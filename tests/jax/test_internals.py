@@ -15,6 +15,7 @@ def test_internals_are_the_ones_under_test():
     needed = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     assert needed == {
         # `tests/jax/test_max_grad.py`.
+        "jax._src.ad_util",
         "jax._src.core",
         "jax._src.dtypes",
         "jax._src.earray",
@@ -24,6 +25,9 @@ def test_internals_are_the_ones_under_test():
         # `tests/jax/test_linearization.py`.
         "jax._src.ad_util.Zero",
         "jax._src.interpreters.ad",
+        # `tests/jax/test_raised_in.py`.
+        "jax._src.traceback_util.api_boundary",
+        "jax._src.traceback_util.register_exclusion",
         # `tests/jax/test_opaque.py`.
         "jax._src.interpreters.partial_eval",
         "jax._src.util.cache",

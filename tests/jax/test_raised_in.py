@@ -1,10 +1,16 @@
 """Whose assertion an error is, with JAX's frames in its traceback or without."""
 
+import pathlib
+import traceback
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import haliax_fp8 as fp8
 from haliax_fp8._jax.raised_in import by_users_assertion, in_checkpointed_loop, in_custom_derivative
 
 
@@ -45,3 +51,32 @@ def test_other_errors():
     assert not by_users_assertion(ValueError("x"))
     error = with_filtering("off", of_user)
     assert not in_custom_derivative(error) and not in_checkpointed_loop(error)
+
+
+def users_loss(model, x):
+    return users_mistake(model, x)
+
+
+def users_mistake(model, x):
+    return jax.vmap(model)(x) @ jnp.ones((3, 3))
+
+
+@pytest.mark.parametrize(
+    "how", ["step", "calibrate", "microbatches", "filter_grad", "filter_value_and_grad", "statistics"]
+)
+def test_an_error_in_the_users_loss_shows_the_users_frames(how):
+    model = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, key=jax.random.key(0)))
+    x = jnp.ones((4, 8))
+    step = fp8.TrainStep(users_loss, optax.sgd(0.1), microbatches=2 if how == "microbatches" else 1)
+    call = {
+        "statistics": lambda: fp8.quantization_statistics(model, users_loss, x),
+        "calibrate": lambda: step.calibrate(model, x),
+        "filter_grad": lambda: fp8.filter_grad(users_loss)(model, x),
+        "filter_value_and_grad": lambda: eqx.filter_jit(fp8.filter_value_and_grad(users_loss))(model, x),
+    }.get(how, lambda: step(model, step.init(model), x))
+    with pytest.raises(TypeError, match="contracting") as caught:
+        call()
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    package = str(pathlib.Path(fp8.__file__).parent)
+    assert not [frame for frame in frames if frame.filename.startswith(package)]
+    assert [frame.name for frame in frames if frame.filename == __file__][-2:] == ["users_loss", "users_mistake"]

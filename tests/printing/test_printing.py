@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import haliax_fp8 as fp8
 from haliax_fp8 import describe, fp8_linear_layers, quantization_statistics
 from haliax_fp8._printing import in_one_name, without_numbers
 from haliax_fp8.layers import FasterOn
@@ -70,6 +71,39 @@ def test_html(shown):
     assert page.startswith("<pre") and page.endswith("</pre>") and "style=" in page
     text = re.sub(r"<[^>]*>", "", page)
     assert all(word in text for word in words)
+
+
+OTHER_LEAVES = [
+    jnp.shape,
+    lambda x: jax.sharding.PartitionSpec("data"),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+    lambda x: "frozen",
+    lambda x: None,
+    lambda x: 1.0,
+    lambda x: [x, {}],
+    lambda x: object(),
+]
+
+
+@pytest.mark.parametrize("leaf", OTHER_LEAVES)
+@pytest.mark.parametrize(
+    "kind", ["delayed", "nvfp4", "stack", "quantized kernels", "served", "attention", "statistics"]
+)
+def test_trees_of_anything_can_be_printed(kind, leaf):
+    """A tree of shapes, of shardings, of labels: JAX puts them where the arrays were."""
+    linear = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 4, key=key))(jax.random.split(jax.random.key(0), 2))
+    tree = {
+        "delayed": lambda: fp8.fp8_linear_layers(linear),
+        "nvfp4": lambda: fp8.fp8_linear_layers(linear, recipe="nvfp4"),
+        "stack": lambda: fp8.fp8_linear_layers(stack),
+        "quantized kernels": lambda: fp8.quantize_kernels(fp8.fp8_linear_layers(linear)),
+        "served": lambda: fp8.serving.quantize_for_inference(linear, scheme="dynamic"),
+        "attention": lambda: fp8.attention.Fp8Attention.init(),
+        "statistics": lambda: measured(X),
+    }[kind]()
+    of_others = jax.tree.map(leaf, eqx.filter(tree, eqx.is_array))
+    assert repr(of_others) and str(of_others) and eqx.tree_pformat(of_others)
 
 
 def test_statistics_without_numbers():

@@ -1,5 +1,6 @@
 """State that anything but its own update changed: NaN on the device at its next use, an error on the host."""
 
+import functools
 import itertools
 
 import equinox as eqx
@@ -290,6 +291,40 @@ def test_gradients_that_are_divided_with_their_state_are_noticed(filter_grad):
             fp8.describe(changed)
     for gradients in (scaled(1.0), scaled(4.0), jax.tree.map(lambda g: g.sum(0), of_examples)):
         assert np.isfinite(mean_square(eqx.filter_jit(applied)(gradients), X))
+
+
+@pytest.mark.parametrize("length", [3, 1024])
+@pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad])
+def test_gradients_that_are_averaged_with_their_state_are_noticed(filter_grad, length):
+    """Microbatches whose sizes differ, averaged by hand; what is right passes, whatever was recorded before."""
+    plain = fp8.restore_linear_layers(mlp())
+    gradient = eqx.filter_jit(filter_grad(mean_square))
+    uses = eqx.filter_jit(filter_grad(lambda model, x: mean_square(model, x) + mean_square(model, 0.3 * x)))
+    total = lambda parts: jax.tree.map(lambda *g: sum(g[1:], start=g[0]), *parts)
+    ways = {
+        "mean": lambda parts: jax.tree.map(lambda g: g / len(parts), total(parts)),
+        "weighted mean": lambda parts: jax.tree.map(lambda a, b: 0.7 * a + 0.3 * b, parts[0], parts[-1]),
+        "sum": total,
+        "accumulated": lambda parts: functools.reduce(fp8.accumulate_gradients, parts, None),
+        "bfloat16": lambda parts: jax.tree.map(lambda g: g.astype(jnp.bfloat16), parts[-1]),
+        "alone": lambda parts: parts[0],
+    }
+
+    def after(way, steps, take=gradient):
+        model = fp8.fp8_linear_layers(plain, amax_history_length=length)
+        for _ in range(steps):
+            parts = [take(model, X * (1.0 + i)) for i in range(8)]
+            overwrites, gradients = fp8.partition_for_grad_overwrite(ways[way](parts))
+            model = fp8.apply_updates(model, jax.tree.map(jnp.zeros_like, gradients), overwrites)
+        return model
+
+    for way in ("mean", "weighted mean"):
+        with pytest.raises(ValueError, match="gradients that were divided before state was"):
+            fp8.describe(after(way, 3))
+    for way in ("sum", "accumulated", "bfloat16", "alone"):
+        fp8.describe(after(way, 4))
+    # Uses of one gradient are a sum as well, or a maximum.
+    fp8.describe(after("alone", 4, take=uses))
 
 
 @pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same
+from jax.experimental import checkify
 
 import haliax_fp8 as fp8
 
@@ -128,3 +129,60 @@ def test_a_layer_behind_stop_gradient_keeps_its_state():
     new = fp8.apply_updates(model, jax.tree.map(lambda _: None, model), overwrites)
     assert_same(new.first.dot_general, model.first.dot_general)
     assert new.second.dot_general.amax_history("input")[0] > 0
+
+
+@pytest.mark.parametrize("gradient", [fp8.filter_grad, eqx.filter_grad], ids=["ours", "equinox"])
+@pytest.mark.parametrize("kind", ["alone", "ensemble", "stack"])
+def test_a_use_whose_output_gradient_is_zero_is_recorded(kind, gradient):
+    """A masked loss multiplies one use by 0: its input counts in a layer, in each member, and in each layer of a stack.
+
+    The plain gradient sums: 1 of the first use and 6 of the second, or what the layers before made of them.
+    """
+    keys = jax.random.split(jax.random.key(0), 2)
+    make = lambda key: eqx.nn.Linear(4, 4, use_bias=False, key=key)
+    layers = fp8.fp8_linear_layers(make(keys[0]) if kind == "alone" else eqx.filter_vmap(make)(keys))
+    small, big = jnp.ones(4), jnp.full(4, 6.0)
+
+    def out(layers, x):
+        if kind == "alone":
+            return layers(x)
+        if kind == "ensemble":
+            return eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(eqx.if_array(0), None))(layers, x)
+        arrays, rest = eqx.partition(layers, eqx.is_array)
+        # The input of each layer is that of the first.
+        return jax.lax.scan(lambda carry, layer: (carry + eqx.combine(layer, rest)(x), None), 0.0 * x, arrays)[0]
+
+    grads = gradient(lambda layers: out(layers, small).sum() + (0.0 * out(layers, big)).sum())(layers)
+    newest = np.asarray(grads.dot_general.amax_history("input"))[..., 0]
+    largest = 6.0 if gradient is fp8.filter_grad else 7.0
+    np.testing.assert_array_equal(newest, np.full(() if kind == "alone" else (2,), largest))
+    recorded = np.asarray(grads.dot_general.amax_history("output_grad"))[..., 0]
+    np.testing.assert_array_equal(recorded, np.ones_like(newest))
+
+
+@pytest.mark.parametrize("gradient", [fp8.filter_grad, eqx.filter_grad], ids=["ours", "equinox"])
+@pytest.mark.parametrize("errors", ["user_checks", "float_checks"])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_checkify(gradient, errors, recipe):
+    """Checks of the user's and of JAX see what is around the products; gradients are the same."""
+    model, x = two_layers(recipe), hax.ones((Batch, In))
+
+    def checked(x):
+        checkify.check(x.sum().scalar() < 1e9, "too large")
+        return eqx.filter(gradient(loss)(model, x), eqx.is_array)
+
+    error, grads = checkify.checkify(checked, errors=getattr(checkify, errors))(x)
+    error.throw()
+    # The same program, except for what XLA fuses.
+    wanted = eqx.filter(eqx.filter_jit(gradient(loss))(model, x), eqx.is_array)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), grads, wanted)
+    if errors == "user_checks":
+        error, _ = checkify.checkify(checked, errors=checkify.user_checks)(1e9 * x)
+        with pytest.raises(ValueError, match="too large"):
+            error.throw()
+    else:
+        error, _ = checkify.checkify(lambda x: gradient(loss)(model, x).second.bias, errors=checkify.float_checks)(
+            jnp.nan * x
+        )
+        with pytest.raises(ValueError, match="nan"):
+            error.throw()

@@ -24,6 +24,11 @@ _ONE_SCALE = DelayedScaling, StaticScaling, CurrentScaling
 # With these, the next step's scale fits the newest amax, however large.
 _FITS_NEWEST = MaxOfHistory, MostRecent, RecoveringMax
 
+_ANOTHER_LOSS = (
+    "if this is not the loss that the model trains with, take its gradient with a forward-only recipe, such as "
+    "delayed_fprop or rowwise_fprop; if the loss was multiplied or has another number of microbatches, calibrate "
+    "again. Otherwise "
+)
 _PAPER_OF_FORMATS = "arXiv:2209.05433, section 3"
 _PAPER_OF_NOISE = "arXiv:2505.19115, section 5"
 
@@ -109,9 +114,10 @@ def jump(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
                 seen=f"amax {operand['amax']:.2g}, {factor:.2g} times the largest of the history; {_shares(operand)}",
                 threshold=f"a factor of {thresholds.jump:g}",
                 source="heuristic",
-                advice=("the next step's scale will fit. If" if fits else "if") + " it happens again and again, look "
-                "for the batch or layer that causes it, and use a recipe that measures the amax in the step itself: "
-                "rowwise or mxfp8",
+                advice=(_ANOTHER_LOSS if operand.name == "output_grad" else "")
+                + ("the next step's scale will fit. If" if fits else "if")
+                + " it happens again and again, look for the batch or layer that causes it, and use a recipe that "
+                "measures the amax in the step itself: rowwise or mxfp8",
                 remedy=Remedy.SCALE_PER_ROW,
             )
 

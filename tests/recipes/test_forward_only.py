@@ -1,0 +1,110 @@
+"""Recipes that quantize the forward pass alone: gradients of any function are right, and delayed ones say if not."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import haliax_fp8 as fp8
+from haliax_fp8.recipes import HighPrecision, Quantization, by_name, named
+from haliax_fp8.statistics import Problem, diagnose
+
+
+X = jax.random.normal(jax.random.key(1), (64, 16))
+PLAIN = eqx.nn.MLP(16, 16, 64, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+KEY = jax.random.key(2)
+
+
+def loss_fn(model, x, factor=1.0):
+    return factor * jnp.mean((jax.vmap(model)(x) - jnp.sin(x)) ** 2)
+
+
+def saliency(model):
+    return jax.grad(lambda v: model(v)[3])(X[0])
+
+
+def trained(recipe, steps=5, rate=0.1):
+    step = fp8.TrainStep(loss_fn, optax.sgd(rate))
+    model = step.calibrate(fp8.fp8_linear_layers(PLAIN, recipe=recipe), X)
+    state = step.init(model)
+    for _ in range(steps):
+        model, state, metrics = step(model, state, X, key=KEY)
+    return step, fp8.with_rounding_keys(model, KEY), state, metrics
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in ("delayed", "rowwise") else pytest.mark.more) for x in named]
+)
+def test_saliency_of_a_trained_model(name):
+    _, model, *_ = trained(f"{name}_fprop")
+    ratio = jnp.linalg.norm(saliency(model)) / jnp.linalg.norm(saliency(fp8.restore_linear_layers(model)))
+    assert 0.95 < float(ratio) < 1.05
+
+
+@pytest.mark.parametrize("name", ["delayed", "rowwise_with_gw_hp", "mxfp4_mxfp8"])
+def test_the_forward_pass_is_that_of_the_recipe_and_gradients_those_of_the_operands(name):
+    x, w = X, jax.random.normal(jax.random.key(3), (16, 8))
+    dimensions = (((1,), (0,)), ((), ()))
+    op, forward_only = (fp8.Fp8DotGeneral.init(recipe) for recipe in (name, f"{name}_fprop"))
+    np.testing.assert_array_equal(forward_only(x, w, dimensions), op(x, w, dimensions))
+    # 1e6 is more than any scale of a trained model could hold.
+    g = 1e6 * jax.random.normal(jax.random.key(4), (64, 8))
+    dx, dw = jax.grad(lambda x, w: (g * forward_only(x, w, dimensions)).sum(), (0, 1))(x, w)
+    np.testing.assert_allclose(dx, g @ w.T, rtol=1e-4, atol=1.0)
+    np.testing.assert_allclose(dw, x.T @ g, rtol=1e-4, atol=10.0)
+
+
+def test_the_jacobian_of_a_trained_model():
+    _, model, *_ = trained("delayed_fprop")
+    exact = jax.jacrev(fp8.restore_linear_layers(model))(X[0])
+    assert jnp.linalg.norm(jax.jacrev(model)(X[0]) - exact) < 0.05 * jnp.linalg.norm(exact)
+
+
+def test_the_suffix_is_for_every_name_and_scaling():
+    assert by_name("tensorwise_fprop") == by_name("current").forward_only()
+    recipe = fp8.Recipe.of(fp8.DelayedScaling(amax_history_length=4)).forward_only()
+    assert str(recipe) == "DelayedScaling+HighPrecision E4M3/E4M3/E4M3, dgrad/wgrad in high precision"
+    assert recipe.forward_only() == recipe
+    with pytest.raises(ValueError, match="rowwize_fprop.*'rowwise'"):
+        by_name("rowwize_fprop")
+
+
+def test_a_recipe_with_one_operand_in_high_precision_is_told_of_it():
+    rowwise, high = named["rowwise"], Quantization(named["rowwise"].input.format, HighPrecision())
+    for field in ("output_grad", "input_for_wgrad"):
+        with pytest.raises(ValueError, match=r"forward_only\(\).*rowwise_fprop"):
+            dataclasses.replace(rowwise, **{field: high})
+
+
+def test_clipped_gradients_are_in_the_metrics():
+    """The ratio is that of the amaxes; a loss 1000 times as large makes it 1000, and clips until scales follow."""
+    step, model, state, metrics = trained("delayed", steps=1, rate=0.0)
+    assert 0.5 < metrics["output_grad_amax_ratio"] < 2.0
+    largest = []
+    for _ in range(4):
+        before = model
+        model, state, metrics = step(model, state, X, 1000.0)
+        ops = [(a.dot_general, b.dot_general) for a, b in zip(before.layers, model.layers, strict=True)]
+        ratios = [new.amax_history("output_grad")[0] / (57344 * op.scale("output_grad")) for op, new in ops]
+        np.testing.assert_allclose(metrics["output_grad_amax_ratio"], max(ratios), rtol=1e-5)
+        largest.append(float(max(ratios)))
+    assert largest[0] > 500 and 0.5 < largest[-1] < 2.0
+    # Nothing is said of layers that a step does not reach, nor of recipes whose scales are never late.
+    first = fp8.TrainStep(lambda model, x: jax.vmap(model.layers[0])(x).mean(), optax.sgd(0.0))
+    _, _, metrics = first(model, first.init(model), X)
+    ratio = metrics["output_grad_amax_ratio"]
+    assert 0.0 < float(ratio) < np.inf
+    assert "output_grad_amax_ratio" not in trained("rowwise", steps=1)[-1]
+
+
+def test_the_diagnosis_of_another_loss_names_the_recipe():
+    _, model, *_ = trained("delayed")
+    of_output = lambda model, x: model(x[0])[3]
+    found = diagnose(model, fp8.quantization_statistics(model, of_output, X))
+    assert any(
+        f.operand == "output_grad" and f.problem is Problem.JUMP and "_fprop" in f.advice for f in found.findings
+    )
