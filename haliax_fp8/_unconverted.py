@@ -1,4 +1,4 @@
-"""What a conversion left in high precision, and why: kept by the ops that it made, for `describe`."""
+"""What an op keeps for `describe`: what its conversion left in high precision, and whether a loss called it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,15 +8,17 @@ from typing import final
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeftOut:
-    """The layers that a conversion left alone.
+    """The layers that a conversion left alone, and whether the last loss called the layer of this op.
 
     Equal to any other: models that differ in nothing else are the same program to JAX, and fit together in a tree map.
 
     Args:
         reasons: Why each stays in high precision, by its path.
+        uncalled: Why the loss did not call the op; empty if it did, and None if that is not known.
     """
 
     reasons: Mapping[str, str]
+    uncalled: str | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LeftOut)

@@ -71,6 +71,11 @@ class Format:
         return float(jnp.finfo(self.dtype).smallest_subnormal)
 
     @property
+    def bits(self) -> int:
+        """Bits of one value."""
+        return int(jnp.finfo(self.dtype).bits)
+
+    @property
     def exponent_bits(self) -> int:
         """Bits of the exponent."""
         return int(jnp.finfo(self.dtype).nexp)

@@ -39,6 +39,9 @@ DGRAD: Final = "dgrad"
 WGRAD: Final = "wgrad"
 """The scope of the product that gives the gradient of the kernel."""
 
+FP4: Final = "fp4"
+"""The scope, inside one of the three above, of a product with an operand in FP4, which is stored in wider types."""
+
 FP8_OPERAND: Final = "fp8_operand"
 """The name that checkpoint policies use for an FP8 product's input, which its backward pass needs."""
 

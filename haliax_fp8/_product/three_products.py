@@ -1,5 +1,6 @@
 """fprop, dgrad and wgrad: quantize, multiply, apply the scales; and what the backward pass keeps for that."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from .._state.record import Kept, cotangent, packed, unpacked
 from .._state.table import numbers_of, record_length
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
 from .kernel_copies import KernelCopies, KernelCopy, array_of
-from .names import DGRAD, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
+from .names import DGRAD, FP4, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
 from .operands import Scales, from_saved, measured_parts, quantize_operand, round_to, saved_of, scaled_values, scales_of
 from .spec import ProductSpec
 
@@ -161,7 +162,7 @@ def _fprop(
         "kernel": round_to(kernel, spec.compute_dtype),
     }
     scales = scales_of(record, spec)
-    with jax.named_scope(FPROP):
+    with _scope(FPROP, spec):
         quantized = {
             operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec, copies)
             for operand, x in operands.items()
@@ -258,9 +259,9 @@ def backward(
         out = spec.batched.product(product, both, extras, precision, spec.compute_dtype or dtype, scale)
         return round_to(out, dtype)
 
-    with jax.named_scope(DGRAD):
+    with _scope(DGRAD, spec):
         input_grad = gradient("dgrad", "kernel", dtypes[0])
-    with jax.named_scope(WGRAD):
+    with _scope(WGRAD, spec):
         kernel_grad = gradient("wgrad", "input", dtypes[1])
     gradients = input_grad, kernel_grad
     if record is None or not update:
@@ -275,6 +276,11 @@ def backward(
         has_rows = lax.expand_dims(extras[0] > 0, (amaxes.ndim - 1,))
         amaxes = jnp.where(has_rows, amaxes, np.float32(-np.inf))
     return gradients, amaxes
+
+
+def _scope(product: ProductName, spec: ProductSpec) -> contextlib.AbstractContextManager[Any]:
+    is_fp4 = any(q.scaling.quantizes and q.format.bits <= 4 for q in spec.recipe.products[product])
+    return jax.named_scope(f"{product}/{FP4}" if is_fp4 else product)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "linear"))

@@ -1,14 +1,21 @@
 """describe: what every linear layer of a model runs in."""
 
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 
+from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
 from ..devices.device import Device, is_device_name
 from ..recipes.recipe import OPERAND_NAMES, Recipe
 from ..recipes.scaling import DelayedScaling
+from .arrays_outside import arrays_outside
+from .calls import with_calls_of_loss
 from .config import Fp8Config, as_config
 from .convert import decide
 from .description_result import ModelDescription
@@ -19,7 +26,7 @@ from .only_where_faster import FasterOn
 from .ops import all_ops
 from .own_state import require_own_state
 from .rematerialization import find_rematerialized
-from .rule import LayerRule, Refused
+from .rule import LayerRule
 from .served import AbstractServedLayer
 from .uncalibrated import uncalibrated_operands, unrecorded_operands
 
@@ -30,6 +37,8 @@ def describe(
     *,
     device: Device | str | None = None,
     predict: FasterOn | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    batch: Any = (),
 ) -> ModelDescription:
     """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
 
@@ -42,13 +51,19 @@ def describe(
         predict: The device and tokens for which to predict the gain of FP8, such as `FasterOn("h100", tokens=8192)`;
             by default those of the configuration's `only_if`, if any. A layer in high precision is predicted with the
             recipe that it would get.
+        loss_fn: `loss_fn(model, *batch)`, to find layers that it never calls: a model may multiply by a layer's weight
+            itself. It is traced, not run. Without it, a training step or `calibrate` has found those whose recipe
+            keeps state.
+        batch: The arguments of `loss_fn` after the model, as in `calibrate`: one, or a tuple of several. Their shapes,
+            `jax.ShapeDtypeStruct`, are enough.
 
     Returns:
         The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
 
     Raises:
         ValueError: If `model` is not a tree of layers, the device's name is unknown, or `config` is not an `Fp8Config`;
-            or if anything but its own update changed the FP8 state of the model.
+            if `loss_fn` is not a function, or there is a batch without one; or if anything but its own update changed
+            the FP8 state of the model.
 
     Example:
         >>> In, Out = hax.Axis("in", 8), hax.Axis("out", 4)
@@ -64,6 +79,11 @@ def describe(
     given = as_config(config)
     predict = given.only_if if predict is None else predict
     kept = _kept_reasons(model) if config is None else {}
+    if loss_fn is not None:
+        _require_loss(loss_fn)
+        model = with_calls_of_loss(model, loss_fn, batch if isinstance(batch, tuple) else (batch,), given.rules)
+    elif not (isinstance(batch, tuple) and not batch):
+        raise ValueError("batch was given without loss_fn; use describe(model, loss_fn=loss_fn, batch=(x, y))")
     rows = []
     for path, decision in decide(model, given).items():
         layer, rule, stack = decision.layer, decision.rule, decision.stack
@@ -85,18 +105,46 @@ def describe(
                 support=None if multiplied is None else kernel.support(multiplied, chosen),
                 prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
                 uncalibrated=() if op is None else uncalibrated_operands(op.state),
-                recorded=None if op is None else _recorded(op.state),
+                **({} if op is None else _recorded(op, is_traced=loss_fn is not None)),
+                is_fp4=multiplied is not None and multiplied.kernel.format.bits <= 4,
                 scales="" if op is None else op.recipe.scales,
                 is_linear=text is not None or not _is_of_another_kind(layer, rule),
             )
         )
-    return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)))
+    if not any(row.recorded for row in rows):
+        # Before the first step, no operand is worth a word.
+        rows = [dataclasses.replace(row, unrecorded=()) for row in rows]
+    others = tuple(arrays_outside(model, given.rules))
+    head = _head(rows) if all_ops(model) else ""
+    return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)), others, head)
 
 
 def _is_of_another_kind(layer: Any, rule: LayerRule) -> bool:
     """Whether a layer in high precision does not count as a linear one, such as an embedding."""
-    is_optional = isinstance(layer, hnn.Embedding) or isinstance(rule.refusal(layer), OnlyIfNamed)
-    return is_optional or isinstance(rule, Refused)
+    return isinstance(layer, hnn.Embedding) or isinstance(rule.refusal(layer), OnlyIfNamed)
+
+
+_HEADS = ("head", "lm_head", "classifier", "logits", "to_logits", "unembed", "output", "output_layer", "out_layer")
+_LAST_OF_A_LIST = re.compile(r"[^\d.][^.]*\.\d+")
+
+
+def _head(rows: Sequence[LayerDescription]) -> str:
+    """The path of the converted layer whose output the loss seems to read, by its name or its place; or nothing."""
+    alone = [row for row in rows if row.is_linear and not row.stacked]
+    named = [row for row in alone if row.path.rpartition(".")[2] in _HEADS]
+    above = [row.path.rpartition(".")[0] for row in alone]
+    # The last layer of a list of layers, as in an MLP.
+    in_list = len(alone) > 1 and above[-1] == above[-2] and _LAST_OF_A_LIST.fullmatch(alone[-1].path)
+    last = named[-1:] or (alone[-1:] if in_list and alone[-1] is rows[-1] else [])
+    return last[0].path if last and last[0].is_fp8 else ""
+
+
+def _require_loss(loss_fn: Any) -> None:
+    if isinstance(loss_fn, eqx.Module) or not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn is of type {type(loss_fn).__name__}, but must be a function: describe(model, loss_fn=loss_fn, "
+            "batch=(x, y)), which calls loss_fn(model, x, y)"
+        )
 
 
 def _kept_reasons(model: Any) -> dict[str, str]:
@@ -106,15 +154,20 @@ def _kept_reasons(model: Any) -> dict[str, str]:
     return {path: reason for reasons in found.values() for path, reason in reasons.items()}
 
 
-def _recorded(state: Any) -> bool | None:
-    """Whether the delayed scales of an op have seen a product, as far as they can be read; None if it has none."""
-    if not isinstance(state, OpState):
-        return None
-    named = zip(OPERAND_NAMES, state.scalings, strict=False)
+def _recorded(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
+    """What is known of an op's amaxes, as far as they can be read, and of its calls."""
+    uncalled = None if op.left_out is None else op.left_out.uncalled
+    if not isinstance(op.state, OpState):
+        return {"uncalled": uncalled}
+    named = zip(OPERAND_NAMES, op.state.scalings, strict=False)
     delayed = {operand for operand, scaling in named if isinstance(scaling, DelayedScaling)}
     # An output gradient of zeros leaves its history empty, even in training.
     expected = delayed - {"output_grad"} or delayed
-    return None if not delayed else expected.isdisjoint(unrecorded_operands(state))
+    unrecorded = tuple(operand for operand in unrecorded_operands(op.state) if operand in expected)
+    recorded = len(unrecorded) < len(expected) if delayed else None
+    if recorded and uncalled and not is_traced:
+        uncalled = None  # another loss than the last one calls it
+    return {"recorded": recorded, "unrecorded": unrecorded, "uncalled": uncalled}
 
 
 def _require_no_device(config: Any) -> None:

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .._printing import Printable, columns, new_table
+from .._printing import DottedName, Printable, columns, in_one_name, new_table, without_numbers
 from ..devices.device import Device
 from ..recipes.support import Support
 from .description_table import grouped
@@ -28,12 +28,18 @@ class ModelDescription(Printable):
         device: The requested device; if None, `support` refers to the local one.
         predict: The device and tokens that times are predicted for; None if they are not.
         rematerialized: The modules that `memory.rematerialize` changed: what each is, by path.
+        arrays: The floating-point arrays of two or more dimensions that belong to no layer of a known class, by path:
+            products with them stay in high precision.
+        head: The path of a converted layer that seems to be the head, by its name, or as the last of a list of layers;
+            empty if there is none.
     """
 
     layers: tuple[LayerDescription, ...]
     device: Device | None = None
     predict: FasterOn | None = None
     rematerialized: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    arrays: tuple[str, ...] = ()
+    head: str = ""
 
     def __iter__(self) -> Iterator[LayerDescription]:
         return iter(self.layers)
@@ -50,12 +56,17 @@ class ModelDescription(Printable):
 
     @property
     def fp8_count(self) -> int:
-        """How many layers run in FP8."""
+        """How many layers run in FP8 or FP4."""
         return sum(layer.is_fp8 for layer in self.layers)
 
     @property
+    def fp4_count(self) -> int:
+        """How many of them have kernels in FP4."""
+        return sum(layer.is_fp8 and layer.is_fp4 for layer in self.layers)
+
+    @property
     def count(self) -> int:
-        """How many linear layers there are; without layers of other kinds, such as embeddings that are not heads."""
+        """How many linear layers there are, refused ones included; without embeddings that are not converted."""
         return sum(layer.is_linear for layer in self.layers)
 
     @property
@@ -66,11 +77,14 @@ class ModelDescription(Printable):
             >>> describe(fp8_linear_layers(model), device="h100").summary
             'FP8: 2 of 2 linear layers, DelayedScaling E4M3/E4M3/E5M2, native on NVIDIA H100 80GB HBM3'
         """
-        recipes = collections.Counter(layer.recipe for layer in self.layers if layer.recipe)
+        recipes = collections.Counter(layer.recipe for layer in self.layers if layer.is_fp8)
         if not recipes:
             return f"FP8: none of {self.count} linear layers"
         counted = " + ".join(f"{count} {recipe}" if len(recipes) > 1 else recipe for recipe, count in recipes.items())
-        described = f"FP8: {self.fp8_count} of {self.count} linear layers, {counted}, {_where(self.layers)}"
+        four, of = self.fp4_count, f"of {self.count} linear layers"
+        eight = self.fp8_count - four
+        counts = ", ".join([f"FP8: {eight} {of}"] * bool(eight) + [f"FP4: {four} {of}"] * bool(four))
+        described = f"{counts}, {counted}, {_where(self.layers)}"
         waiting = sum(bool(layer.uncalibrated) for layer in self.layers)
         return f"{described}, {waiting} to be calibrated first" if waiting else described
 
@@ -108,20 +122,41 @@ class ModelDescription(Printable):
     @property
     def waiting(self) -> str:
         """What is to be done if layers with delayed scaling still have their first scales; empty if none has."""
-        known = [layer.recorded for layer in self.layers if layer.recorded is not None]
-        if all(known):
-            return ""
-        if not any(known):
+        known = [layer for layer in self.layers if layer.recorded is not None and not layer.uncalled]
+        missing = [layer.path for layer in known if not layer.recorded and layer.uncalled is None]
+        if known and not any(layer.recorded for layer in known):
             return "No amax recorded yet: calibrate, or write the state back with apply_updates"
-        some = f"{known.count(False)} of {len(known)} layers"
+        if not missing:
+            return ""
         return (
-            f"No amax recorded yet in {some}: the loss has not reached them, or their operands were zero or not finite"
+            f"No amax recorded yet in {_names(missing)}: describe(model, loss_fn=loss_fn, batch=batch) shows whether "
+            "the loss calls these layers"
         )
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What stays in high precision and may be meant not to, and the other way round."""
+        found = []
+        if self.head:
+            found.append(
+                f"The loss seems to read the output of {self.head}: such a layer is usually left in high precision, "
+                f"exclude={self.head!r}"
+            )
+        if self.arrays:
+            array, them = f"{len(self.arrays)} arrays belong", "them"
+            if len(self.arrays) == 1:
+                array, them = "1 array belongs", "it"
+            found.append(
+                f"{array} to no known layer; products with {them} stay in high precision: {_names(self.arrays)}"
+            )
+        return tuple(found)
 
     @property
     def note(self) -> str:
         """How the device runs FP8 products that it does not run natively."""
-        supports = [(layer.recipe, layer.support) for layer in self.layers if layer.support is not None]
+        supports = [
+            (layer.recipe, layer.support) for layer in self.layers if layer.is_fp8 and layer.support is not None
+        ]
         emulated = [(recipe, support) for recipe, support in supports if not support.is_native]
         if not emulated:
             return ""
@@ -138,13 +173,16 @@ class ModelDescription(Printable):
         return "\n".join([said, *each])
 
     def __rich__(self) -> RenderableType:
-        recipes = {layer.recipe for layer in self.layers if layer.recipe is not None}
+        recipes = {layer.recipe for layer in self.layers if layer.is_fp8}
         (only,) = recipes if len(recipes) == 1 else (None,)
-        supports = {layer.support for layer in self.layers if layer.support is not None}
+        supports = {layer.support for layer in self.layers if layer.is_fp8 and layer.support is not None}
         ways = {_verdict(support).plain for support in supports}
         everywhere = f", {ways.pop()} on {self.device.kind}" if self.device is not None and len(ways) == 1 else ""
-        count = f"{self.fp8_count} of {self.count} linear layers in FP8"
-        lines = self.estimate, self.note, self.waiting, self.scales, self.between
+        four, eight = self.fp4_count, self.fp8_count - self.fp4_count
+        counts = [f"{eight} in FP8"] * bool(eight or not four) + [f"{four} in FP4"] * bool(four)
+        first, *more = counts
+        count = ", ".join([first.replace(" in", f" of {self.count} linear layers in"), *more])
+        lines = self.estimate, self.note, self.waiting, *self.remarks, self.scales, self.between
         return Group(
             Text(f"{count}{f': {only}' if only else ''}{everywhere}", "bold"),
             self._table(only, with_support=self.device is not None and not everywhere),
@@ -152,7 +190,7 @@ class ModelDescription(Printable):
         )
 
     def _table(self, only: str | None, *, with_support: bool) -> Table:
-        kind = lambda layer: (layer.recipe, layer.reason, layer.support, layer.uncalibrated, layer.prediction)
+        kind = lambda layer: (_runs_in(layer, None).plain, layer.support, layer.prediction)
         groups = list(grouped(self.layers, kind))
         lengths = [len(group.prefix) for group in groups] + [
             len(word) + (2 if group.prefix else 0)
@@ -168,16 +206,26 @@ class ModelDescription(Printable):
             table.add_column("gain", no_wrap=True)
         for group in groups:
             if group.prefix:
-                table.add_row(Text(group.prefix), Text(group.stacked))
+                table.add_row(DottedName(group.prefix), Text(group.stacked))
             for row in group.rows:
                 indent = 2 if group.prefix else 0
                 stack = f" ({group.stacked})" if group.stacked and not group.prefix else ""
-                name = Padding(Text((row.name or "(the module itself)") + stack), (0, 0, 0, indent))
+                text = (row.name or "(the module itself)") + stack
+                name = Padding(Text(text), (0, 0, 0, indent)) if " " in text else DottedName(text, indent)
                 cells = [name, Text("\n".join(row.shapes)), _runs_in(row.layer, only)]
                 cells += [_verdict(row.layer.support)] if with_support else []
                 table.add_row(*cells, *([] if self.predict is None else [_gain(row.layer.prediction)]))
         _divide_width(table, max(lengths, default=0))
         return table
+
+
+def _names(paths: Sequence[str]) -> str:
+    """The first names of layers; those that differ in their numbers alone as one."""
+    alike: dict[str, list[str]] = {}
+    for path in paths:
+        alike.setdefault(without_numbers(path), []).append(path or "the model itself")
+    names = [in_one_name(group) for group in alike.values()]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _divide_width(table: Table, longest: int) -> None:
@@ -216,7 +264,7 @@ def _divide_width(table: Table, longest: int) -> None:
 
 def _where(layers: tuple[LayerDescription, ...]) -> str:
     """Whether all converted layers run natively."""
-    supports = [layer.support for layer in layers if layer.support is not None]
+    supports = [layer.support for layer in layers if layer.is_fp8 and layer.support is not None]
     if not supports:
         return "inputs in high precision"
     native = sum(support.is_native for support in supports)
@@ -240,9 +288,15 @@ def _runs_in(layer: LayerDescription, only: str | None) -> Text:
     # Text, not markup: a pattern such as `[a-z]*` in a reason is not a style.
     if layer.recipe is None:
         return Text(f"high precision: {layer.reason}", "yellow")
+    if layer.uncalled:
+        return Text(layer.uncalled, "yellow")
     if layer.uncalibrated:
         return Text(f"{layer.recipe}; calibrate first: no scale for {', '.join(layer.uncalibrated)}", "red")
-    return Text("FP8" if layer.recipe == only else layer.recipe, "green")
+    text = layer.precision if layer.recipe == only else layer.recipe
+    if layer.unrecorded and (layer.recorded or layer.uncalled == ""):
+        missing = " and ".join(layer.unrecorded)
+        return Text(f"{text}; no amax of {missing} yet: zero, masked or not finite", "yellow")
+    return Text(text, "green")
 
 
 def _gain(prediction: Prediction | None) -> Text:

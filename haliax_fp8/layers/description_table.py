@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from .._printing import common_prefix, in_one_name, without_numbers
 
@@ -48,8 +48,8 @@ class Group[L: Layer]:
     """Rows of one stack.
 
     Args:
-        prefix: What their paths begin with; empty if there is one layer, or no stack.
-        stacked: The stack.
+        prefix: What their paths begin with; empty if there is one layer, or too little in common.
+        stacked: The stack; empty for none.
         rows: The rows.
     """
 
@@ -70,18 +70,27 @@ def grouped[L: Layer](layers: Sequence[L], kind: Kind[L]) -> Iterator[Group[L]]:
     """The rows of a table, in the order of the layers.
 
     Three or more siblings that differ in name and shape alone share a row, as the projections of an attention do. So do
-    layers that differ in their numbers alone, as those of the blocks of a list do. Rows of one stack form a group.
+    layers that differ in their numbers alone, as those of the blocks of a list do. Rows of one stack form a group,
+    and so do others whose paths begin with the same two segments or more.
 
     Args:
         layers: The layers.
         kind: What a row says of a layer other than its name and shape.
     """
     rows = _in_ranges(_siblings(layers, kind), kind)
-    for stacked, found in itertools.groupby(rows, lambda row: row.layer.stacked):
+    for (stacked, _), found in itertools.groupby(rows, _stack_or_root):
         members = tuple(found)
         paths = [path for row in members for path in row.paths]
-        prefix = common_prefix(paths) if stacked and len(paths) > 1 else ""
+        prefix = common_prefix(paths) if len(paths) > 1 else ""
+        # A number alone would not name a layer.
+        if not stacked and ("." not in prefix or any(row.without(prefix).name[:1].isdigit() for row in members)):
+            prefix = ""
         yield Group(prefix, stacked, tuple(row.without(prefix) for row in members))
+
+
+def _stack_or_root(row: "_Row[Any]") -> tuple[str, str]:
+    """What rows of one group have in common: their stack, or without one the first segment of their paths."""
+    return row.layer.stacked, "" if row.layer.stacked else row.path.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,8 +74,9 @@ def statistics_in(gradients: Any) -> ModelStatistics:
     Args:
         gradients: The gradients of a model that `measuring` returned, or the part of them that replaces state.
     """
-    by_path = {name: _statistics(op) for name, op in named_ops(gradients)}
-    return ModelStatistics(tuple(by_path), tuple(by_path.values()))
+    ops = dict(named_ops(gradients))
+    uncalled = tuple(None if op.left_out is None else op.left_out.uncalled for op in ops.values())
+    return ModelStatistics(tuple(ops), tuple(map(_statistics, ops.values())), uncalled)
 
 
 def measuring[M](model: M, rules: tuple[LayerRule, ...] = default_rules) -> M:

@@ -110,11 +110,13 @@ class ModelStatistics(Printable, eqx.Module):
     Args:
         paths: The paths of the ops, in the order of the model's tree.
         of_ops: The statistics of each of them.
+        uncalled: Why the loss never calls it, for each op; empty if it does, None if that is not known.
     """
 
     # Not a dictionary: JAX sorts those by their keys, "layers.10" before "layers.2".
     paths: tuple[str, ...] = eqx.field(static=True)
     of_ops: tuple[OpStatistics, ...]
+    uncalled: tuple[str | None, ...] = eqx.field(static=True, default=())
 
     @property
     def ops(self) -> dict[str, OpStatistics]:
@@ -179,6 +181,7 @@ class ModelStatistics(Printable, eqx.Module):
         return jnp.nanmean(jnp.concatenate([getattr(op, name).ravel() for op in self.ops.values()]))
 
     def __rich__(self) -> RenderableType:
+        never_called = {path: why for path, why in zip(self.paths, self.uncalled, strict=False) if why}
         of_groups = groups(self.paths)
         whole = of_groups[0].prefix if len(of_groups) == 1 else ""
         within = f"; in {whole}" if whole else ""
@@ -193,10 +196,15 @@ class ModelStatistics(Printable, eqx.Module):
             if indent:
                 table.add_row(DottedName(group.prefix))
             for path, name in group.names.items():
-                found += _add_rows(table, DottedName(name, indent), self[path])
+                if path not in never_called:
+                    found += _add_rows(table, DottedName(name, indent), self[path])
         if not all(map(is_concrete, self.of_ops)):
             return table
-        return Group(Text(verdict(found)), Text(), table)
+        by_reason = {reason: list[str]() for reason in never_called.values()}
+        for path, reason in never_called.items():
+            by_reason[reason].append(path or "the model itself")
+        lines = [Text(f"{', '.join(paths)}: {reason}") for reason, paths in by_reason.items()]
+        return Group(Text(verdict(found)), *lines, Text(), table)
 
 
 def _add_rows(table: Table, name: DottedName, op: OpStatistics) -> list[Worst]:

@@ -12,6 +12,7 @@ from .._jax.raised_in import calls_users_function
 from .._op import Fp8DotGeneral
 from .._state.marker import OverwriteWithGradient, is_state
 from ..attention.op import Fp8Attention
+from ..layers.calls import with_calls_of
 from ..layers.model_argument import require_model
 from ..layers.own_state import require_whole_state
 from .gradients import filter_grad
@@ -112,7 +113,7 @@ def _overwritten[M](model: M, observed: M, gradients: Any) -> M:
     new = iter([jax.tree.leaves(state.overwritten_by(gradient)) for state, gradient in pairs])
     # The observed state's arrays, in a state that training updates.
     overwrite = lambda node: jax.tree.unflatten(jax.tree.structure(node), next(new)) if is_state(node) else node
-    return jax.tree.map(overwrite, model, is_leaf=is_state)
+    return with_calls_of(jax.tree.map(overwrite, model, is_leaf=is_state), gradients)
 
 
 _BATCHES = (

@@ -15,6 +15,7 @@ from .._state.all_records import record_states, records_of_part
 from .._state.marker import OverwriteWithGradient, is_state
 from .._state.op_state import OpState
 from .._state.together import complete_states
+from ..layers.calls import with_calls, with_calls_of
 from .differentiable import differentiable
 from .step_arguments import require_model_first
 
@@ -103,7 +104,7 @@ def with_complete_states[G](model: Any, gradients: G) -> G:
     given = structure.flatten_up_to(gradients)
     indices = [i for i, leaf in enumerate(leaves) if _is_whole_table(leaf)]
     new = _replaced(given, indices, complete_states([leaves[i] for i in indices], [given[i] for i in indices]))
-    return jax.tree.unflatten(structure, new)
+    return with_calls_of(jax.tree.unflatten(structure, new), gradients)
 
 
 def _value_and_grad(
@@ -123,12 +124,11 @@ def _value_and_grad(
             leaves = [leaf if i in own else _with_max_gradients(leaf) for i, leaf in enumerate(leaves)]
             return function(jax.tree.unflatten(structure, leaves), *args, **kwargs)
 
-        def is_read(missing: set[int]) -> set[int]:
-            """Those of some states that the loss reads."""
+        def is_read_by_loss() -> list[Any]:
+            """Whether the loss depends on each array of the leaves."""
             differentiated, rest = parts_with(record_states(states))
             loss = lambda leaves: jax.tree.leaves(of(leaves, rest=rest, reached=None))[0]
-            used = jax.tree.unflatten(jax.tree.structure(differentiated), depends_on(loss, differentiated))
-            return {i for i in missing if any(jax.tree.leaves(used[indices[i]]))}
+            return jax.tree.unflatten(jax.tree.structure(differentiated), depends_on(loss, differentiated))
 
         def missing_in_plain_gradient() -> set[int]:
             """The states that get no gradient even if they are floats like any other."""
@@ -141,12 +141,14 @@ def _value_and_grad(
         loss = functools.partial(of, rest=rest, reached=reached)
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
         value, gradients = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(differentiated)
+        used = None
         if reached.missing:
-            _require_none_lost(reached.missing, is_read, missing_in_plain_gradient)
+            used = _require_none_lost(reached.missing, is_read_by_loss, indices, missing_in_plain_gradient)
         gradients = _replaced(gradients, indices, complete(states, [gradients[i] for i in indices]))
         # Copies of kernels are those of this step's weights, which have the gradient.
         gradients = [None if isinstance(leaf, KernelCopies) else leaf for leaf in gradients]
-        return value, jax.tree.unflatten(structure, gradients)
+        gradients = jax.tree.unflatten(structure, gradients)
+        return value, gradients if used is None else with_calls(gradients, jax.tree.unflatten(structure, used))
 
     @calls_users_function
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,25 +170,32 @@ def _noticed(states: Sequence[OpState], reached: Reached) -> list[OpState]:
 
 
 def _require_none_lost(
-    missing: set[int], is_read: Callable[[set[int]], set[int]], missing_in_plain_gradient: Callable[[], set[int]]
-) -> None:
+    missing: set[int],
+    is_read_by_loss: Callable[[], list[Any]],
+    indices: Sequence[int],
+    missing_in_plain_gradient: Callable[[], set[int]],
+) -> list[Any] | None:
     """Raises if the gradient of a state was lost: the loss changes with it, and nothing arrived.
 
     Without this, a layer that is not used would look the same. To trace the loss alone takes a fifth of a gradient.
     Only if the loss reads one of these states a plain gradient is traced too: `stop_gradient` may be the reason.
+    Returns what `is_read_by_loss` does; None if no trace can follow the loss.
 
     Args:
         missing: The numbers of the states without a gradient.
-        is_read: Which of them the loss reads.
+        is_read_by_loss: Returns whether the loss depends on each array of the leaves.
+        indices: Where among the leaves the states are.
         missing_in_plain_gradient: Which of all get none as floats either.
     """
     try:
-        read = is_read(missing)
+        used = is_read_by_loss()
+        read = {i for i in missing if any(jax.tree.leaves(used[indices[i]]))}
         lost = read - missing_in_plain_gradient() if read else read
     except Exception:  # noqa: BLE001 - the gradient worked, of a function that perhaps no trace can follow
-        return
+        return None
     if lost:
         raise StateNotDifferentiated
+    return used
 
 
 def _is_state_or_copies(node: Any) -> bool:

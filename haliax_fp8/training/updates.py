@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree
 from .._state.marker import OverwriteWithGradient
 from .._state.op_state import OpState
 from .._state.together import overwrite_states, written_states
+from ..layers.calls import with_calls_of
 from ..layers.model_argument import require_model
 from ..layers.own_state import require_own_state, require_whole_state
 from ..layers.quantized_kernels import require_no_kernel_copies, without_kernel_copies
@@ -128,7 +129,7 @@ def _applied(
         raise
     states = new_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
     fill = lambda node: states[node.index] if isinstance(node, _Pending) else node
-    return jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending))
+    return with_calls_of(jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending)), overwrites)
 
 
 def _require_range(name: str, state: OpState, overwrite: OpState) -> None:

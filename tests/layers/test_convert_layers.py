@@ -953,9 +953,8 @@ def test_scales_that_no_step_has_written_are_a_line_below_the_table():
     for recipe in ("current", "rowwise", "mxfp8", "static"):
         assert NO_AMAX not in str(describe(fp8_linear_layers(plain, recipe=recipe)))
     calibrated = haliax_fp8.calibrate(model, loss, [x])
-    assert f"{NO_AMAX} in 1 of 2 layers: the loss has not reached them" in " ".join(str(describe(calibrated)).split())
-    poisoned = haliax_fp8.calibrate(model, loss, [x.at[0, 0].set(jnp.nan)])
-    assert f"{NO_AMAX}: " in str(describe(poisoned))  # the kernel's is recorded, the input's is not
+    assert describe(calibrated).fp8_count == 1 and NO_AMAX not in str(describe(calibrated))
+    assert describe(calibrated)["unused"].uncalled == "never called: the loss does not use this layer"
     only = fp8_linear_layers(plain, amax_history_length=4, exclude="unused")
     assert NO_AMAX in str(describe(only))
     overwrites, gradients = haliax_fp8.partition_for_grad_overwrite(haliax_fp8.filter_grad(loss)(only, x))
@@ -970,11 +969,11 @@ def test_the_table_says_what_layers_have_in_common_once(monkeypatch):
     attention = {name: linear() for name in ("query", "key", "value")}
     model = fp8_linear_layers({"conv": conv, "attention": attention, "list": [linear() for _ in range(3)]})
     table = describe(model)
-    assert (len(table), table.count, table.fp8_count) == (7, 6, 6)
+    assert (len(table), table.count, table.fp8_count) == (7, 7, 6)
     monkeypatch.setenv("COLUMNS", "120")
     lines = [line.split("  ")[1].strip() for line in str(table).splitlines() if "->" in line]
     assert lines == ["attention: key, query, value", "list.0-2"]
-    assert "6 of 6 linear layers in FP8: DelayedScaling E4M3/E4M3/E5M2" in str(table).splitlines()[0]
+    assert "6 of 7 linear layers in FP8: DelayedScaling E4M3/E4M3/E5M2" in str(table).splitlines()[0]
 
 
 def test_layers_of_equal_blocks_share_rows(monkeypatch):
@@ -985,7 +984,7 @@ def test_layers_of_equal_blocks_share_rows(monkeypatch):
     model = [{"attention": attention(), "experts": blocks(), "up": linear()} for _ in range(12)]
     table = describe(fp8_linear_layers({"blocks": model}, exclude=["blocks.3.attention.*", "blocks.11.up"]))
     assert len(table) == 12 * 6 and table["blocks.7.up"].is_fp8 and not table["blocks.11.up"].is_fp8
-    assert re.findall(r"^  (blocks\.[^ :]*)", str(table), re.MULTILINE) == [
+    assert re.findall(r"^  (blocks\.[^ :\n]*)", str(table), re.MULTILINE) == [
         "blocks.0-2,4-11.attention",
         "blocks.0-11.experts.stacked",
         "blocks.0-10.up",

@@ -196,6 +196,18 @@ def test_rotations_are_told_from_the_products_that_they_are_for():
     assert {(p.name, p.verdict) for p in rotations} == {(r, Verdict.HIGH_PRECISION) for r in ("forward", "backward")}
     assert {(p.name, p.verdict) for p in products} == {(r, Verdict.EMULATED) for r in ("fprop", "dgrad", "wgrad")}
     assert sum(p.flops for p in products) == 2 * 8 * TOKENS * WIDTH**2
+    assert {p.is_fp4 for p in products} == {True}
+    assert re.match(r"[\d.]+% of the FLOPs in FP4 on ", str(report)) and "FLOPs in FP8 or FP4, emulated" in str(report)
+
+
+@pytest.mark.more
+def test_products_with_kernels_in_fp4_are_not_called_fp8():
+    rows = fp8.recipes.named["rowwise"]
+    four = dataclasses.replace(rows, kernel=dataclasses.replace(rows.kernel, format=fp8.recipes.E2M1))
+    config = fp8.Fp8Config(recipe=rows, overrides={"layers.1": four})
+    report = inspect_step(step, converted(config), struct(TOKENS, WIDTH), device="local")
+    assert [p.name for p in report.products if p.is_fp4] == ["fprop", "dgrad"]
+    assert str(report).startswith("75.0% of the FLOPs in FP8 and 25.0% in FP4 on ")
 
 
 @pytest.mark.more

@@ -64,8 +64,9 @@ def totals(page: Page) -> list[tuple[str, ...]]:
     if (peaks := page.peaks) is not None:
         figures.append(("time (estimate)", lambda p: _time(p, peaks)))
     emulated = ", emulated" if page.emulates else ""
+    formats = "FP8 or FP4" if any(product.is_fp4 for product in page.step.products) else "FP8"
     figures.append(
-        (f"FLOPs in FP8{emulated}", lambda p: f"{p.share(*page.asked):.1%} of {operations(p.flops)}"),
+        (f"FLOPs in {formats}{emulated}", lambda p: f"{p.share(*page.asked):.1%} of {operations(p.flops)}"),
     )
     if any(program.useful_flops != program.flops for program in page.programs):
         figures.append(
@@ -73,7 +74,7 @@ def totals(page: Page) -> list[tuple[str, ...]]:
         )
     on_host = any(program.memory.host for program in page.programs)
     figures += [
-        (f"products in FP8{emulated}", lambda p: _count(p, page.asked)),
+        (f"products in {formats}{emulated}", lambda p: _count(p, page.asked)),
         ("other launches", lambda p: f"{p.others.count}, {size(p.others.bytes)}"),
         ("of these under 1 MB", lambda p: str(p.others.small)),
         ("temporaries", lambda p: size(p.memory.temporaries)),

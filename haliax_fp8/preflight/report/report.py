@@ -231,8 +231,9 @@ class PreflightReport(Printable):
         devices = math.prod(self.mesh.values())
         where = self.device.kind if devices == 1 else f"{devices} × {self.device.kind}"
         emulates = self.device.hardware.emulates
-        asked = self.step.share(Verdict.FP8, Verdict.EMULATED) if emulates else self.fp8_share
-        share = f"{asked:.1%} of the FLOPs in FP8 on {where}{', emulated' if emulates and asked else ''}"
+        asked = (Verdict.FP8, Verdict.EMULATED) if emulates else (Verdict.FP8,)
+        is_emulated = emulates and self.step.share(*asked) > 0.0
+        share = f"{self.step.words(*asked)} on {where}{', emulated' if is_emulated else ''}"
         if self.speedup is None or self.speedup_range is None:
             headline = share
         else:

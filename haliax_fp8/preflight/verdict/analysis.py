@@ -186,6 +186,7 @@ class _Reader:
             executions=site.executions,
             bytes=touched(launch),
             verdict=verdict,
+            is_fp4=evidence.is_fp4,
             reason=reason,
         )
 

@@ -59,6 +59,7 @@ class Product(Printable):
         reason: Why it is not in FP8; empty if it is.
         in_attention: Whether it is one of the products of a fused attention.
         halved: Whether the launch skips the half of it that a causal mask hides.
+        is_fp4: Whether an operand is in FP4, or was rounded to it.
     """
 
     layer: str
@@ -85,6 +86,7 @@ class Product(Printable):
     reason: str
     in_attention: bool = False
     halved: bool = False
+    is_fp4: bool = False
 
     def __rich__(self) -> Text:
         """Where it is, what it multiplies, and how it runs."""

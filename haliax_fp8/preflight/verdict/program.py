@@ -1,6 +1,7 @@
 """A compiled step: its products, its other launches, its memory, its collectives."""
 
 import dataclasses
+from collections.abc import Callable
 
 from rich.text import Text
 
@@ -125,11 +126,24 @@ class Program(Printable):
         Args:
             *verdicts: Such as `Verdict.FP8`.
         """
-        return sum(p.flops for p in self.products if p.verdict in verdicts) / (self.flops or 1)
+        return self._share(lambda product: product.verdict in verdicts)
+
+    def words(self, *verdicts: Verdict) -> str:
+        """The share of the FLOPs with one of the verdicts, and how much of them is in FP4, if any is.
+
+        Args:
+            *verdicts: Such as `Verdict.FP8`.
+        """
+        share, four = self.share(*verdicts), self._share(lambda p: p.is_fp4 and p.verdict in verdicts)
+        eight = [f"{share - four:.1%} of the FLOPs in FP8"] if share > four or not four else []
+        return " and ".join([*eight, *([f"{four:.1%} {'' if eight else 'of the FLOPs '}in FP4"] if four else [])])
+
+    def _share(self, counts: Callable[[Product], bool]) -> float:
+        return sum(p.flops for p in self.products if counts(p)) / (self.flops or 1)
 
     @property
     def fp8_share(self) -> float:
-        """The share of the FLOPs that run in FP8."""
+        """The share of the FLOPs that run in FP8, or narrower."""
         return self.share(Verdict.FP8)
 
     @property

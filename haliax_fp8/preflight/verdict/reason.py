@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from ..._numerics.formats import E5M2
+from ..._product.names import FP4
 from ...devices.peaks import is_narrow
 from ...devices.xla_flags import TRITON_PRODUCTS
 from ..compilable.device import CompilableDevice
@@ -49,6 +50,11 @@ class Evidence:
     def widened(self) -> str:
         """The element type to which the Triton kernel widens FP8 operands; empty if it multiplies them directly."""
         return self.size.lhs.dtype if self.read != self.multiplied else ""
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether an operand is read in FP4, or was rounded to it."""
+        return FP4 in self.scope.split("/") or any(dtype.startswith("f4") for dtype in self.read)
 
     @property
     def scaled_inside(self) -> bool:
