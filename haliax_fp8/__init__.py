@@ -102,11 +102,20 @@ _MODULES = (
 )
 
 
+# What Haliax calls them.
+_OTHER_NAMES = {
+    "quantize_linear_layers": "use fp8_linear_layers(model, Fp8Config(...)), which takes the model first",
+    "QuantizationConfig": "use Fp8Config(targets=..., recipe=...)",
+    "Fp8DotGeneralOp": "use Fp8DotGeneral.init(recipe)",
+}
+
+
 def __getattr__(name: str) -> Any:
     """The modules by subject, loaded when they are first used."""
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hint = f"; {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

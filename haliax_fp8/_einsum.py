@@ -1,6 +1,7 @@
 """Fp8Einsum: a two-operand einsum whose operands keep their roles."""
 
 import dataclasses
+from typing import Any, cast
 
 import equinox as eqx
 import haliax as hax
@@ -31,7 +32,12 @@ class Fp8Einsum(eqx.Module):
         (2, 3, 8)
     """
 
-    dot_general: Fp8DotGeneral
+    # The default exists only for our message.
+    dot_general: Fp8DotGeneral = cast(Any, None)
+
+    def __check_init__(self) -> None:
+        if self.dot_general is None:
+            raise ValueError("Fp8Einsum() has no op; use Fp8Einsum.init(recipe='delayed')")
 
     @staticmethod
     def init(
@@ -65,6 +71,8 @@ class Fp8Einsum(eqx.Module):
         Raises:
             ValueError: If there are not two arrays, or the subscripts do not fit them.
         """
+        if not isinstance(subscripts, str):
+            raise ValueError(f"subscripts={subscripts!r} of an FP8 einsum must be a string such as '...k,kn->...n'")
         if len(operands) != 2:
             raise ValueError(
                 f"subscripts={subscripts!r} came with {len(operands)} operands; an FP8 einsum takes one input and one "

@@ -1,6 +1,7 @@
 """Fp8DotGeneral: a recipe with its state, callable wherever `lax.dot_general` is."""
 
 import dataclasses
+from typing import Any, cast
 
 import equinox as eqx
 import haliax as hax
@@ -81,11 +82,12 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Array([0.5, 0. , 0. , 0. ], dtype=float32)
     """
 
-    state: OpState | None
-    key: hax.NamedArray | None
-    recipe: Recipe = eqx.field(static=True)
-    compute_dtype: np.dtype | None = eqx.field(static=True)
-    kernel_shape: tuple[int, ...] | None = eqx.field(static=True)
+    state: OpState | None = None
+    key: hax.NamedArray | None = None
+    # The default exists only for our message: `init` makes what the others need.
+    recipe: Recipe = eqx.field(static=True, default=cast(Any, None))
+    compute_dtype: np.dtype | None = eqx.field(static=True, default=None)
+    kernel_shape: tuple[int, ...] | None = eqx.field(static=True, default=None)
     stack: tuple[hax.Axis, ...] = eqx.field(static=True, default=())
     has_key: bool = eqx.field(static=True, default=False)
     kernel_residual: KernelResidual = eqx.field(static=True, default=KernelResidual.KEEP)
@@ -93,6 +95,10 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     state_per_group: bool = eqx.field(static=True, default=False)
     kernel_copies: KernelCopies[hax.NamedArray] | None = None
     left_out: LeftOut | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        if self.recipe is None:
+            raise ValueError("Fp8DotGeneral() has no recipe and no state; use Fp8DotGeneral.init(recipe='delayed')")
 
     @staticmethod
     def init(
@@ -123,6 +129,10 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         ):
             if not isinstance(value, tuple) or not all(isinstance(entry, kind | np.integer) for entry in value):
                 raise ValueError(f"{name}={value!r} must be a tuple such as {example}")
+        if any(size < 0 for size in kernel_shape or ()):
+            raise ValueError(
+                f"kernel_shape={kernel_shape} has a negative size; it has the sizes of the kernel's free axes"
+            )
         state, key = OpState.init(recipe, stack), hax.zeros((*stack, _KEY), jnp.uint32) if recipe.needs_key else None
         return Fp8DotGeneral(state, key, recipe, dtype, kernel_shape, stack, state_per_group=groups is not None)
 

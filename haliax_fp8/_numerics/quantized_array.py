@@ -158,6 +158,9 @@ def quantize(
         >>> quantize(jnp.array([0.5, -1000.0]), 1.0, jnp.float8_e4m3fn).data
         Array([0.5, -448], dtype=float8_e4m3fn)
     """
+    for name, value in (("x", x), ("scale", scale)):
+        if isinstance(value, str | bytes) or value is None:
+            raise ValueError(f"{name}={value!r} is not an array; use one such as jnp.float32(1.0)")
     x, scale = (jnp.asarray(v) if hasattr(v, "dtype") else jnp.asarray(v, jnp.float32) for v in (x, scale))
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x.dtype={x.dtype} is not floating-point; cast it with x.astype(jnp.float32)")

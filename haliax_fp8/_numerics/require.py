@@ -46,6 +46,12 @@ def require_margin(value: int, of: str) -> None:
         value: Headroom as a power of two.
         of: The scaling that has the margin.
     """
+    if isinstance(value, float) and value > 0.0:
+        power = round(math.log2(value))
+        raise ValueError(
+            f"margin={value} of {of} must be an integer: scales are multiplied by 2**margin. For a factor of {value:g}"
+            f"{'' if 2.0**power == value else f', about {2.0**power:g}'}, use margin={power}"
+        )
     require_integer("margin", value, of)
     if not -_BINADES <= value <= _BINADES:
         raise ValueError(

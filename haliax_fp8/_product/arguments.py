@@ -26,6 +26,11 @@ def check_operands(lhs: Any, rhs: Any) -> None:
                 f"{name} of an FP8 product has dtype {x.dtype}; cast it to a floating dtype, or leave this product to "
                 "lax.dot_general"
             )
+        if jnp.finfo(x.dtype).bits < 16:
+            raise ValueError(
+                f"{name} of an FP8 product has dtype {x.dtype}, but the product quantizes its operands itself: pass "
+                "the values in 16 bits or more, or multiply FP8 data with lax.dot_general"
+            )
 
 
 def check_groups(lhs: Array, rhs: Array, group_sizes: Any) -> None:

@@ -125,6 +125,8 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
     Returns:
         What is wrong, by file and tensor. A folder that cannot be read has one fault.
     """
+    if not isinstance(directory, str | os.PathLike):
+        raise ValueError(f"directory={directory!r} is not a path; use check_folder('a/folder')")
     path = pathlib.Path(directory)
     try:
         checked = _Checked.open(path, follow_links=follow_links)

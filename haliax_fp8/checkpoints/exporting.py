@@ -146,6 +146,12 @@ def export_model(
     """
     require_folder_name(directory, "export_model(model, directory)")
     require_layers(model, "export_model(model, directory)")
+    if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
+        raise ValueError(f"shard_bytes={shard_bytes!r} must be a positive integer; 5 * 10**9 is usual")
+    try:
+        json.dumps(config, allow_nan=False, default=str)
+    except ValueError as error:
+        raise ValueError(f"config={config!r} cannot be written as JSON: {error}") from error
     require_own_state(model)
     chosen = as_layout(layout)
     how = _How(names, dtype, bf16_scales, training_scales, targets, exclude, rules_of)

@@ -76,6 +76,8 @@ class Device:
             >>> Device.by_name("H100").compute_capability, Device.by_name("v6e").kind
             ('9.0', 'TPU v6 lite')
         """
+        if not isinstance(name, str):
+            raise ValueError(f"name={name!r} is not the name of a device; use one such as 'h100', out of {[*devices]}")
         if (known := canonical(name)) == "local":
             return Device.local()
         device = devices.get(known)

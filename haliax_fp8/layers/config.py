@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import equinox as eqx
 from jaxtyping import DTypeLike
 
-from .._numerics.nearest import nearest
+from .._numerics.nearest import explains_options, require_known
 from .._numerics.require import require_bool
 from .._product.arguments import floating_dtype
 from .._product.kernel_residual import KernelResidual
@@ -21,6 +22,34 @@ from .patterns import Pattern, Targets, as_patterns
 from .rule import LayerRule
 
 
+# What other libraries and people call these options, where the letters do not say it.
+_SYNONYMS = {
+    **dict.fromkeys(("skip", "skip_layers", "ignore", "ignored_layers", "modules_to_not_convert", "filter"), "exclude"),
+    **dict.fromkeys(("only", "include", "layers", "modules", "module_filter_fn"), "targets"),
+    **dict.fromkeys(("format", "fp8_format", "scaling", "preset"), "recipe"),
+    **dict.fromkeys(("history", "history_length", "amax_history_len"), "amax_history_length"),
+    **dict.fromkeys(("dtype", "precision"), "compute_dtype"),
+}
+
+
+class Fp8Options(TypedDict, total=False):
+    """The fields of `Fp8Config` as keywords of `fp8_linear_layers`, for editors."""
+
+    targets: Targets | None
+    exclude: Targets
+    recipe: RecipeLike
+    overrides: Mapping[Pattern, RecipeLike | None]
+    amax_history_length: int | None
+    compute_dtype: DTypeLike | None
+    kernel_residual: KernelResidual
+    scale_per_expert: bool
+    allow_dense_groups: bool
+    emulate: bool
+    rules: tuple[LayerRule, ...]
+    only_if: FasterOn | None
+
+
+@explains_options(_SYNONYMS)
 @dataclasses.dataclass(frozen=True)
 class Fp8Config:
     """Which layers are converted, and with which recipe.
@@ -160,7 +189,12 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
         )
     if isinstance(config, type) and issubclass(config, Fp8Config):
         raise ValueError("config is the class Fp8Config, but must be an instance; did you mean Fp8Config()?")
+    is_pattern = lambda value: isinstance(value, str | re.Pattern) or (callable(value) and not isinstance(value, type))
     match config:
+        case list() | tuple() | set() if config and all(map(is_pattern, config)):
+            meant = f"targets={config!r}"
+        case re.Pattern():
+            meant = f"targets={config!r}"
         case Mapping():
             meant = ", ".join(f"{name}={value!r}" for name, value in _known(config).items())
         case str():
@@ -177,22 +211,7 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
     raise ValueError(f"config={shown} is not an Fp8Config; did you mean {call}{meant})?")
 
 
-# What other libraries and people call these options, where the letters do not say it.
-_SYNONYMS = {
-    **dict.fromkeys(("skip", "skip_layers", "ignore", "ignored_layers", "modules_to_not_convert", "filter"), "exclude"),
-    **dict.fromkeys(("only", "include", "layers", "modules", "module_filter_fn"), "targets"),
-    **dict.fromkeys(("format", "fp8_format", "scaling", "preset"), "recipe"),
-    **dict.fromkeys(("history", "history_length", "amax_history_len"), "amax_history_length"),
-    **dict.fromkeys(("dtype", "precision"), "compute_dtype"),
-}
-
-
 def _known(options: Mapping[Any, Any]) -> Mapping[str, Any]:
     """The options, if all are fields of `Fp8Config`; raises with the nearest if not."""
-    fields = [field.name for field in dataclasses.fields(Fp8Config)]
-    for name, value in options.items():
-        if name not in fields:
-            near = [_SYNONYMS[name]] if name in _SYNONYMS else nearest(str(name), fields, 1)
-            hint = f"did you mean {near[0]}? All are" if near else "all of them are"
-            raise ValueError(f"{name}={value!r} is not an option of Fp8Config; {hint} {', '.join(fields)}")
+    require_known(options, [field.name for field in dataclasses.fields(Fp8Config)], _SYNONYMS, "Fp8Config")
     return options

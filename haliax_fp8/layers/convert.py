@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import haliax as hax
 import haliax.nn as hnn
@@ -14,7 +14,7 @@ from ..devices.xla_flags import XlaFlags
 from ..recipes.compiler_options import log_cost_of_flags
 from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
-from .config import Fp8Config, as_config
+from .config import Fp8Config, Fp8Options, as_config
 from .model_argument import require_layers
 from .only_if_named import OnlyIfNamed
 from .patterns import Pattern, as_patterns, matches, unmatched_error
@@ -57,7 +57,7 @@ class Decision:
         return self.selected is not None and self.recipe is None
 
 
-def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: Any) -> M:
+def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: Unpack[Fp8Options]) -> M:
     """Converts the linear layers of a model to FP8.
 
     Replaces the `dot_general` of every selected layer with an `Fp8DotGeneral`; weights, and everything else in the

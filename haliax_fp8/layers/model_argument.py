@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import jax
+import numpy as np
 
 from .config import Fp8Config
 from .ops import is_op
@@ -20,7 +21,8 @@ def require_tree(tree: Any, call: str, name: str = "model") -> None:
     """
     if isinstance(tree, type):
         raise ValueError(f"{name} is the class {tree.__name__}, but must be an instance, with weights; use {call}")
-    if tree is None or (_is_leaf(tree) and not (eqx.is_array_like(tree) or isinstance(tree, jax.ShapeDtypeStruct))):
+    is_array = isinstance(tree, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    if tree is None or (_is_leaf(tree) and not is_array):
         raise _without_layers(tree, call, name)
 
 

@@ -114,7 +114,11 @@ def integer_weight(weight: Any) -> str | None:
     if weight is None:
         return "it has no weight of its own, such as a layer whose kernel is in FP8 for good"
     array = weight.array if isinstance(weight, hax.NamedArray) else weight
+    if isinstance(array, str | bytes | bool | int | float | complex):
+        return f"its weight is of type {type(array).__name__}, not an array"
     dtype = getattr(array, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16:
+        return f"its weight has dtype {dtype} already, and training needs 16 bits or more"
     if dtype is None or jnp.issubdtype(dtype, jnp.floating):
         return None
     return f"its weight has dtype {dtype}, which is not floating-point"

@@ -58,6 +58,12 @@ class HostOptimizer(eqx.Module):
     optimizer: optax.GradientTransformation
     layers: str = eqx.field(static=True, default="layers")
 
+    def __check_init__(self) -> None:
+        if not (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
+            raise ValueError(
+                f"optimizer={self.optimizer!r} of HostOptimizer is not an optimizer; use optax.adamw(1e-3)"
+            )
+
     def init(self, params: Any) -> HostState:
         """Masters that equal the parameters, and the optimizer's initial state, in host memory.
 

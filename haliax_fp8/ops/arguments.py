@@ -44,6 +44,8 @@ def wide_dtype(name: str, value: Any) -> np.dtype:
 
 def floating(name: str, value: ArrayLike) -> Array:
     """An array of any floating-point dtype; `fp32_max_grad` comes out as float32."""
+    if isinstance(value, str | bytes) or value is None:
+        raise ValueError(f"{name}={value!r} is not an array; use one such as jnp.float32(1.0)")
     array = value if isinstance(value, Array) else jnp.asarray(value)
     if is_max_grad(array):
         return to_float32(array)
@@ -61,6 +63,8 @@ def wide(name: str, value: ArrayLike) -> Array:
 
 def state_of(name: str, value: ArrayLike) -> Array:
     """A scale or a history: not bfloat16, whose rounding would be an error of up to 0.2 % on every product."""
+    if isinstance(value, str | bytes) or value is None:
+        raise ValueError(f"{name}={value!r} is not an array; start with jnp.ones(1) or jnp.zeros(1024)")
     array = value if isinstance(value, Array) else jnp.asarray(value, getattr(value, "dtype", jnp.float32))
     if array.dtype != jnp.float32 and not is_max_grad(array):
         raise ValueError(

@@ -71,6 +71,7 @@ aliases: dict[str, str] = {
     "NVFP4BlockScaling": "nvfp4",
     # torchao's recipe names
     "tensorwise": "current",
+    "blockwise": "deepseek",
     "rowwise_with_gw_hp": "rowwise_wgrad_bf16",
     "mxfp8_rceil": "mxfp8",
 }
@@ -117,6 +118,8 @@ def by_name(name: str) -> Recipe:
         >>> print(by_name("rowwise_with_gw_hp"))
         RowwiseScaling E4M3/E4M3/E4M3, wgrad in high precision
     """
+    if not isinstance(name, str):
+        raise ValueError(f"name={name!r} is not the name of a recipe; use one such as 'delayed', out of {[*named]}")
     base = name.removesuffix(_FORWARD_ONLY)
     recipe = named.get(aliases.get(base, base))
     if recipe is None:

@@ -15,6 +15,7 @@ from .._numerics.require import require_bool
 from .._op import Fp8DotGeneral
 from .._state.marker import is_state
 from ..layers.default import default_rules
+from ..layers.model_argument import holds_optimizer_state
 from ..layers.ops import all_ops
 from ..layers.walk import find_layers
 from .monitor import Monitor
@@ -170,6 +171,11 @@ def require_order(model: Any, opt_state: Any, batch: tuple[Any, ...]) -> None:
     """Raises a ValueError if a step was given the optimizer's state, or an array of the batch, before the model."""
     if isinstance(opt_state, eqx.Module) and isinstance(model, tuple) and not isinstance(model, eqx.Module):
         raise ValueError("model and opt_state are swapped; a step is called as step(model, opt_state, *batch)")
+    if _is_array(opt_state) and any(map(holds_optimizer_state, batch)):
+        raise ValueError(
+            f"opt_state is an array of shape {opt_state.shape}, and the optimizer's state comes after it; a step is "
+            "called as step(model, opt_state, *batch)"
+        )
     others = [x for x in (opt_state, *batch) if isinstance(x, eqx.Module) and not _is_array(x)]
     if _is_array(model) and others:
         raise ValueError(

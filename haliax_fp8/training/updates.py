@@ -18,8 +18,8 @@ from .._state.marker import OverwriteWithGradient
 from .._state.op_state import OpState
 from .._state.together import overwrite_states, written_states
 from ..layers.calls import with_calls_of
-from ..layers.model_argument import require_model
-from ..layers.own_state import require_own_state, require_whole_state
+from ..layers.model_argument import require_model, require_tree
+from ..layers.own_state import require_own_state, require_whole_state, table_on_host
 from ..layers.quantized_kernels import require_no_kernel_copies, without_kernel_copies
 
 
@@ -44,6 +44,8 @@ def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
         >>> overwrites.layers[0].weight is None, params.layers[0].dot_general.state is None
         (True, True)
     """
+    if tree is not None:
+        require_tree(tree, "partition_for_grad_overwrite(model)", "tree")
     require_no_kernel_copies(tree, "tree")
     return haxq.partition_for_grad_overwrite(without_kernel_copies(tree))
 
@@ -140,6 +142,12 @@ def _require_range(name: str, state: OpState, overwrite: OpState) -> None:
             "became zero, and those above 65504 infinite. Split state from gradients before you cast them: overwrites, "
             "grads = partition_for_grad_overwrite(grads)"
         )
+    table = table_on_host(overwrite, wait=False)
+    if table is not None and (np.isfinite(table[..., 0]) & (table[..., 0] < 0.0)).any():
+        raise ValueError(
+            f"{name} hold negative scales: they were negated or multiplied. Pass the first part of "
+            "partition_for_grad_overwrite(gradients) as it is"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +160,11 @@ class _Pending:
 def _add(update: Array | None, parameter: Any) -> Any:
     if update is None:  # nothing to differentiate: a function, integers
         return parameter
+    if not eqx.is_array_like(update):
+        raise ValueError(
+            f"updates hold a {type(update).__name__} where the model has a {type(parameter).__name__}; pass what "
+            "optimizer.update returned"
+        )
     if parameter.shape != update.shape:
         raise ValueError(f"updates have an array of shape {update.shape} for a parameter of shape {parameter.shape}")
     dtype = common_dtype(parameter.dtype, update.dtype)

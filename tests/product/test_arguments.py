@@ -1,15 +1,21 @@
 """Arguments of the wrong kind: each is refused with an error that names the argument and what to give instead."""
 
+import inspect
+import re
+import typing
+
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import unchecked
 
 import haliax_fp8 as fp8
 from haliax_fp8 import DelayedScaling, Fp8DotGeneral, Fp8Einsum, Recipe, ops
+from haliax_fp8.layers.config import Fp8Options
 from haliax_fp8.recipes import (
     E4M3,
     BlockScaling,
@@ -40,6 +46,28 @@ def ensemble(layers=3):
     return eqx.filter_vmap(lambda key: fp8.fp8_linear_layers(eqx.nn.Linear(4, 3, key=key)))(
         jax.random.split(jax.random.key(0), layers)
     )
+
+
+MODEL = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+PLAIN = eqx.nn.MLP(4, 4, 4, 1, key=jax.random.key(0))
+CONVERTED = fp8.fp8_linear_layers(PLAIN)
+OVERWRITES = fp8.partition_for_grad_overwrite(CONVERTED)[0]
+
+
+def loss(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+def with_weight(weight):
+    return eqx.tree_at(lambda layer: layer.weight, MODEL, weight)
+
+
+def applied(updates=None, overwrites=OVERWRITES):
+    return fp8.apply_updates(CONVERTED, fp8.trainable(CONVERTED) if updates is None else updates, overwrites)
+
+
+def with_a_function(updates):
+    return eqx.tree_at(lambda model: model.activation, updates, jax.nn.relu, is_leaf=lambda node: node is None)
 
 
 CASES = {
@@ -161,6 +189,110 @@ CASES = {
         lambda: fp8.memory.compressed(jax.nn.silu, "rowwise"),
         "scaling='rowwise' of compressed is not a Sc",
     ),
+    # Numbers that are something else than they look.
+    "a fraction for a percentage": (lambda: Percentile(0.9999), r"percent=0.9999 .*would clip 99 % .*use 99\.99"),
+    "another fraction": (lambda: Percentile(0.95), r"percent=0.95 .*not a fraction; use 95"),
+    "most of a tensor": (lambda: Percentile(5.0), r"percent=5.0 .*would clip 95 % .*use 99\.99"),
+    "a factor for a margin": (lambda: DelayedScaling(margin=2.0), "margin=2.0 .*a factor of 2, use margin=1"),
+    "a factor of static scaling": (lambda: StaticScaling(margin=3.0), "For a factor of 3, about 4, use margin=2"),
+    "a huge history": (lambda: DelayedScaling(2**40), "amax_history_length=1099511627776 must be at most 65536"),
+    "the configuration's history": (
+        lambda: fp8.Fp8Config(amax_history_length=2**30),
+        "amax_history_length=1073741824 must be at most",
+    ),
+    "a huge interval": (
+        lambda: DelayedScaling(update_interval=2**40),
+        "update_interval=1099511627776 must .* at most 16777216",
+    ),
+    "a huge block": (lambda: BlockScaling(2**40), "size=1099511627776 of a block must be at most 65536"),
+    "a denormal scale": (lambda: StaticScaling(1e-45), "scale=1e-45 .*smallest normal float32"),
+    "a negative size": (lambda: Fp8DotGeneral.init(kernel_shape=(-1,)), r"kernel_shape=\(-1,\) has a negative size"),
+    "one negative size": (lambda: Fp8DotGeneral.init(kernel_shape=(8, -2)), r"kernel_shape=\(8, -2\) has a negative"),
+    # What has another name, or another call.
+    "an option's old name": (
+        lambda: fp8.Fp8Config(amax_history=3),
+        "amax_history=3 is not an option of Fp8Config; did you mean amax_history_length",
+    ),
+    "TransformerEngine's": (
+        lambda: fp8.Fp8Config(amax_history_len=3),
+        "amax_history_len=3 is not an option .*mean amax_history_length",
+    ),
+    "TransformerEngine's scaling": (
+        lambda: DelayedScaling(amax_history_len=3),
+        "amax_history_len=3 is not an option of DelayedScaling; did you mean amax_history_length",
+    ),
+    "another of them": (lambda: DelayedScaling(amax_compute_algo="max"), "did you mean amax_compute"),
+    "unlike any": (lambda: DelayedScaling(zzz=1), "zzz=1 is not an option of DelayedScaling; all of them are amax_his"),
+    "targets in place of a configuration": (
+        lambda: fp8.fp8_linear_layers(MODEL, ["up_proj"]),
+        r"did you mean fp8_linear_layers\(model, targets=\['up_proj'\]\)",
+    ),
+    "a pattern in its place": (
+        lambda: fp8.fp8_linear_layers(MODEL, re.compile("up")),
+        r"did you mean .*targets=re.comp",
+    ),
+    "an einsum by its class": (lambda: Fp8Einsum(), r"use Fp8Einsum\.init\(recipe='delayed'\)"),
+    "an op by its class": (lambda: Fp8DotGeneral(), r"use Fp8DotGeneral\.init\(recipe='delayed'\)"),
+    "no recipe": (lambda: fp8.recipes.by_name(None), "name=None is not the name of a recipe"),
+    "no device": (lambda: fp8.devices.Device.by_name(float("nan")), "name=nan is not the name of a device"),
+    "an einsum without subscripts": (
+        lambda: Fp8Einsum.init("current")(None, x, w),
+        "subscripts=None of an FP8 einsum must be a string",
+    ),
+    # Arrays that are something else.
+    "an input in FP8": (lambda: op()(x.astype(E4M3.dtype), w, MATRICES), "lhs .*float8_e4m3fn, but the product quan"),
+    "a kernel in FP8": (lambda: op()(x, w.astype(E4M3.dtype), MATRICES), "rhs .*float8_e4m3fn, but the product quan"),
+    "rows in FP8": (lambda: ragged(jnp.array([2, 2]), rows.astype(E4M3.dtype)), "lhs .*float8_e4m3fn"),
+    "a layer's input in FP8": (
+        lambda: fp8.fp8_linear_layers(MODEL)(jnp.ones(4, E4M3.dtype)),
+        "lhs .*float8_e4m3fn, but the product",
+    ),
+    "a weight that is text": (lambda: fp8.fp8_linear_layers(with_weight("w")), "its weight is of type str"),
+    "a weight in FP8": (
+        lambda: fp8.fp8_linear_layers(with_weight(MODEL.weight.astype(E4M3.dtype))),
+        "its weight has dtype float8_e4m3fn already",
+    ),
+    "a scale that is text": (lambda: fp8.recipes.quantize(x, "1", E4M3), "scale='1' is not an array"),
+    "a scale of Flax's functions": (
+        lambda: ops.quantize(x, E4M3.dtype, "1", jnp.float32),
+        "scale='1' is not an array",
+    ),
+    "no scale": (lambda: ops.dequantize(x, jnp.float32, None), "scale=None is not an array"),
+    "a number to split": (lambda: fp8.partition_for_grad_overwrite(3), "tree is of type int"),
+    "a number to train": (lambda: fp8.trainable(3), "model is of type int, and has no layers"),
+    "a number to thaw": (lambda: fp8.checkpoints.thaw(3), "model is of type int, and has no layers"),
+    "no optimizer": (lambda: fp8.memory.HostOptimizer(None), "optimizer=None of HostOptimizer is not an optimizer"),
+    "an optimizer's function": (
+        lambda: fp8.memory.HostOptimizer(optax.sgd),
+        "of HostOptimizer is not an optimizer; use optax.adamw",
+    ),
+    "no folder": (lambda: fp8.checkpoints.check_folder(None), "directory=None is not a path"),
+    "empty files": (
+        lambda: fp8.checkpoints.export_model(MODEL, "unused", shard_bytes=0),
+        "shard_bytes=0 must be a positive integer",
+    ),
+    "files without a size": (
+        lambda: fp8.checkpoints.export_model(MODEL, "unused", shard_bytes=float("nan")),
+        "shard_bytes=nan must be a positive integer",
+    ),
+    "what JSON does not know": (
+        lambda: fp8.checkpoints.export_model(MODEL, "unused", config={"a": float("nan")}),
+        "config={'a': nan} cannot be written as JSON",
+    ),
+    # The arguments of a step.
+    "a model for updates": (lambda: applied(updates=CONVERTED), "updates hold a custom_jvp"),
+    "a plain model for updates": (
+        lambda: applied(updates=with_a_function(fp8.trainable(CONVERTED))),
+        "updates hold a custom_jvp where the model has a",
+    ),
+    "negated overwrites": (
+        lambda: applied(overwrites=jax.tree.map(jnp.negative, OVERWRITES)),
+        "overwrites hold negative scales",
+    ),
+    "batch and state exchanged": (
+        lambda: fp8.TrainStep(loss, optax.adam(0.1))(CONVERTED, x, optax.adam(0.1).init(fp8.trainable(CONVERTED))),
+        "opt_state is an array of shape .*optimizer's state comes after it",
+    ),
 }
 
 
@@ -206,3 +338,26 @@ def test_groups_are_checked_where_their_sizes_are_known_only():
     out = jax.jit(lambda sizes: ragged(sizes))(jnp.array([1, 3]))
     np.testing.assert_array_equal(out, ragged(jnp.array([1, 3])))
     assert Fp8DotGeneral.init(kernel_shape=(3,), stack=(hax.Axis("layers", 2),)).stack[0].size == 2
+
+
+def test_options_of_conversion_are_those_of_the_configuration():
+    """Editors complete them from the type."""
+    options = typing.get_type_hints(Fp8Options)
+    assert options == typing.get_type_hints(fp8.Fp8Config)
+    assert inspect.signature(fp8.fp8_linear_layers).parameters["options"].annotation in (
+        typing.Unpack[Fp8Options],
+        "Unpack[Fp8Options]",
+    )
+
+
+def test_names_of_other_libraries():
+    assert fp8.recipes.by_name("blockwise") is fp8.recipes.named["deepseek"]
+    for name, meant in (
+        ("quantize_linear_layers", r"use fp8_linear_layers\("),
+        ("QuantizationConfig", r"use Fp8Config\("),
+        ("Fp8DotGeneralOp", r"use Fp8DotGeneral\.init\("),
+    ):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'; {meant}"):
+            getattr(fp8, name)
+    with pytest.raises(AttributeError, match="has no attribute 'other'$"):
+        fp8.other

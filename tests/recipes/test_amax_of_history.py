@@ -160,7 +160,7 @@ def test_most_recent_is_transformer_engines():
 
 @pytest.mark.parametrize("size", [1000, 10, 8, 1])
 def test_percentiles_count_exactly(size):
-    for percent in (1e-3, 12.5, 33.3, 50.0, 90.0, 99.9, 99.99, 100.0):
+    for percent in (50.0, 62.5, 83.3, 90.0, 99.9, 99.99, 100.0):
         x = np.random.default_rng(size).standard_normal(size).astype(np.float32)
         got = Percentile(percent).measure(jnp.asarray(x), 0)
         assert float(got[0, 0]) == float(percentile(percent)(x))

@@ -204,7 +204,7 @@ class Percentile(AbstractAmaxCompute):
         percent: The percentage of elements that must fit the range.
 
     Raises:
-        ValueError: If `percent` is not above 0 and at most 100.
+        ValueError: If `percent` is below 50, which would be a fraction, or above 100.
 
     Example:
         >>> Percentile(75.0).measure(jnp.array([1.0, -2.0, 3.0, -400.0, 5.0]), 0)
@@ -217,6 +217,12 @@ class Percentile(AbstractAmaxCompute):
         require_number("percent", self.percent, "99.99", of="Percentile")
         if not 0.0 < self.percent <= 100.0:
             raise ValueError(f"percent={self.percent} of Percentile must be above 0 and at most 100; 99.99 is usual")
+        if self.percent < 50.0:
+            meant = 100.0 * self.percent if 0.5 <= self.percent <= 1.0 else 99.99
+            raise ValueError(
+                f"percent={self.percent} of Percentile would clip {100.0 - self.percent:.4g} % of every tensor: it is "
+                f"a percentage, not a fraction; use {meant:g}"
+            )
 
     def measure(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1 1"]:
         """The smallest element of `|x|` that `percent` of all elements do not exceed.

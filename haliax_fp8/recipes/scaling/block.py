@@ -14,6 +14,9 @@ from .block_geometry import block_shape, blockwise_amax
 from .multiplier import multiplier_of
 
 
+_LARGEST_BLOCK = 2**16
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockScaling(AbstractScaling):
     """One scale per block: `size` elements along the contraction, or a square of them.
@@ -50,6 +53,11 @@ class BlockScaling(AbstractScaling):
             require_bool(name, getattr(self, name), of="BlockScaling")
         if self.size < 1:
             raise ValueError(f"size={self.size} of a block must be at least 1; DeepSeek-V3 uses 128")
+        if self.size > _LARGEST_BLOCK:
+            raise ValueError(
+                f"size={self.size} of a block must be at most {_LARGEST_BLOCK}: operands are padded to whole blocks; "
+                "DeepSeek-V3 uses 128, and RowwiseScaling() has one scale for a whole row"
+            )
 
     @property
     def units(self) -> MatrixUnits:  # pyright: ignore[reportIncompatibleVariableOverride]

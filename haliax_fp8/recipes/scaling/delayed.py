@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from ..._numerics.nearest import explains_options
 from ..._numerics.quantized_array import QuantizedArray, divide_by
 from ..._numerics.require import require_bool, require_integer, require_margin
 from ...devices.device import FP8_UNITS, MatrixUnits
@@ -25,6 +26,16 @@ COST_WITH_STORED_SCALE = CastCost(bytes=3.0, launches=1)
 """The cost of a cast whose scale is known before the operand is read: one pass."""
 
 
+_LONGEST_HISTORY, _LONGEST_INTERVAL = 2**16, 2**24
+
+_SYNONYMS = {
+    **dict.fromkeys(("history", "history_length", "amax_history", "amax_history_len"), "amax_history_length"),
+    "amax_compute_algo": "amax_compute",
+    "interval": "update_interval",
+}
+
+
+@explains_options(_SYNONYMS)
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(AbstractScaling):
     """One scale per tensor, from the largest amax of the last steps.
@@ -43,8 +54,8 @@ class DelayedScaling(AbstractScaling):
         power_of_two: Round scales up to powers of two.
 
     Raises:
-        ValueError: If `amax_history_length` or `update_interval` is below 1, `margin` is beyond ±17, the binades that
-            E4M3 has, or an argument is of the wrong kind.
+        ValueError: If `amax_history_length` is not from 1 to 65536, `update_interval` not from 1 to 2**24 or `margin`
+            beyond ±17, the binades that E4M3 has; or if an argument is unknown or of the wrong kind.
 
     References:
         `flax.linen.fp8_ops` (the arithmetic, kept bit for bit); TransformerEngine's `DelayedScaling`;
@@ -76,8 +87,16 @@ class DelayedScaling(AbstractScaling):
                 f"amax_history_length={self.amax_history_length} must be at least 1: "
                 "the history has to hold the amax of the last step (the field's default is 1024)"
             )
-        if self.update_interval < 1:
-            raise ValueError(f"update_interval={self.update_interval} must be at least 1, an update at every step")
+        if self.amax_history_length > _LONGEST_HISTORY:
+            raise ValueError(
+                f"amax_history_length={self.amax_history_length} must be at most {_LONGEST_HISTORY}: every layer keeps "
+                "as many amaxes of each operand; 1024 is usual"
+            )
+        if not 1 <= self.update_interval <= _LONGEST_INTERVAL:
+            raise ValueError(
+                f"update_interval={self.update_interval} must be at least 1, an update at every step, and at most "
+                f"{_LONGEST_INTERVAL}: steps are counted in float32"
+            )
         if not isinstance(self.amax_compute, AbstractAmaxCompute):
             raise ValueError(
                 f"amax_compute={self.amax_compute!r} is not a rule for the amax; use MaxOfHistory(), MostRecent(), "

@@ -5,6 +5,7 @@ import functools
 import math
 from typing import ClassVar
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
@@ -15,6 +16,9 @@ from .amax_of_history import amaxes_of_rows
 from .base import AbstractScaling, CastCost, OperandUse
 from .delayed import COST_WITH_STORED_SCALE, finite_or_none, quantize_by_stored_scale, scale_of_amax
 from .memory import AbstractMemory
+
+
+_SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +62,11 @@ class StaticScaling(AbstractScaling):
                 raise ValueError(
                     f"scale={self.scale} of StaticScaling must be positive and finite: values are divided by it. "
                     "Use None to let calibration find it"
+                )
+            if self.scale < _SMALLEST_SCALE:
+                raise ValueError(
+                    f"scale={self.scale} of StaticScaling is below {_SMALLEST_SCALE:.3g}, the smallest normal float32, "
+                    "which devices flush to zero; use a larger one, or None to let calibration find it"
                 )
         require_margin(self.margin, of="StaticScaling")
 
