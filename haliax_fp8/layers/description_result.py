@@ -71,7 +71,7 @@ class ModelDescription(Printable):
 
     @property
     def summary(self) -> str:
-        """One line for the start of a program: how many layers run in FP8, with which recipes, natively or emulated.
+        """One line for the start of a program: how many layers run in FP8, with which recipes, natively, emulated or refused.
 
         Example:
             >>> describe(fp8_linear_layers(model), device="h100").summary
@@ -84,7 +84,7 @@ class ModelDescription(Printable):
         four, of = self.fp4_count, f"of {self.count} linear layers"
         eight = self.fp8_count - four
         counts = ", ".join([f"FP8: {eight} {of}"] * bool(eight) + [f"FP4: {four} {of}"] * bool(four))
-        described = f"{counts}, {counted}, {_where(self.layers)}"
+        described = f"{counts}, {counted}, {_where(self.layers, self.device)}"
         waiting = sum(bool(layer.uncalibrated) for layer in self.layers)
         return f"{described}, {waiting} to be calibrated first" if waiting else described
 
@@ -160,12 +160,14 @@ class ModelDescription(Printable):
         emulated = [(recipe, support) for recipe, support in supports if not support.is_native]
         if not emulated:
             return ""
-        device = emulated[0][1].device
+        device, is_named = emulated[0][1].device, self.device is not None
         if device.emulates:
             where = "this CPU" if self.device is None else "a CPU"
             return f"FP8 products are emulated on {where}, with the same rounding"
         of = "" if len(emulated) == len(supports) else f" of {len(emulated)} layer{'s' if len(emulated) > 1 else ''}"
         said = f"FP8 products{of} are emulated on {device.kind}, slower than high precision:"
+        if is_named:
+            said = f"Conversion{of} is refused on {device.kind}, unless emulate=True asks for emulation:"
         first, *others = dict.fromkeys(support.reason for _, support in emulated)
         if not others:
             return f"{said} {first}"
@@ -176,7 +178,7 @@ class ModelDescription(Printable):
         recipes = {layer.recipe for layer in self.layers if layer.is_fp8}
         (only,) = recipes if len(recipes) == 1 else (None,)
         supports = {layer.support for layer in self.layers if layer.is_fp8 and layer.support is not None}
-        ways = {_verdict(support).plain for support in supports}
+        ways = {_verdict(support, self.device).plain for support in supports}
         everywhere = f", {ways.pop()} on {self.device.kind}" if self.device is not None and len(ways) == 1 else ""
         four, eight = self.fp4_count, self.fp8_count - self.fp4_count
         counts = [f"{eight} in FP8"] * bool(eight or not four) + [f"{four} in FP4"] * bool(four)
@@ -213,7 +215,7 @@ class ModelDescription(Printable):
                 text = (row.name or "(the module itself)") + stack
                 name = Padding(Text(text), (0, 0, 0, indent)) if " " in text else DottedName(text, indent)
                 cells = [name, Text("\n".join(row.shapes)), _runs_in(row.layer, only)]
-                cells += [_verdict(row.layer.support)] if with_support else []
+                cells += [_verdict(row.layer.support, self.device)] if with_support else []
                 table.add_row(*cells, *([] if self.predict is None else [_gain(row.layer.prediction)]))
         _divide_width(table, max(lengths, default=0))
         return table
@@ -262,25 +264,27 @@ def _divide_width(table: Table, longest: int) -> None:
         column.width = width
 
 
-def _where(layers: tuple[LayerDescription, ...]) -> str:
+def _where(layers: tuple[LayerDescription, ...], device: Device | None) -> str:
     """Whether all converted layers run natively."""
     supports = [layer.support for layer in layers if layer.is_fp8 and layer.support is not None]
     if not supports:
         return "inputs in high precision"
-    native = sum(support.is_native for support in supports)
-    mixed = f"{native} native and {len(supports) - native} emulated"
-    how = {0: "emulated", len(supports): "native"}.get(native, mixed)
+    counts = collections.Counter(_verdict(support, device).plain for support in supports)
+    words = [word for word in ("native", "emulated", "refused") if counts[word]]
+    how = words[0] if len(words) == 1 else " and ".join(f"{counts[word]} {word}" for word in words)
     return f"{how} on {supports[0].device.kind}"
 
 
-def _verdict(support: Support | None) -> Text:
-    """How a converted layer's products run on the device: the model is there, so refused means emulated.
+def _verdict(support: Support | None, device: Device | None) -> Text:
+    """How a converted layer's products run on the device that is named, in the words of `supported`.
 
-    The reason is in the note below the table, where it is not broken.
+    Without a name the model is on the device already, so refused means emulated. The reason is in the note below the
+    table, where it is not broken.
     """
     if support is None:
         return Text("")
-    return Text("native", "green") if support.is_native else Text("emulated", "yellow")
+    word = support.outcome.value if support.is_native or device is not None else "emulated"
+    return Text(word, "green" if support.is_native else "yellow")
 
 
 def _runs_in(layer: LayerDescription, only: str | None) -> Text:

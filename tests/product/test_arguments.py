@@ -360,4 +360,4 @@ def test_names_of_other_libraries():
         with pytest.raises(AttributeError, match=f"has no attribute '{name}'; {meant}"):
             getattr(fp8, name)
     with pytest.raises(AttributeError, match="has no attribute 'other'$"):
-        fp8.other
+        _ = fp8.other

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import haliax_fp8 as fp8
+from haliax_fp8._cli.tables import device_rows
 from haliax_fp8.devices import Device
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.units import FP8_UNITS, MX_UNITS, MatrixUnits
@@ -33,6 +34,7 @@ from haliax_fp8.recipes import (
 from haliax_fp8.recipes.support import supported_in_groups
 
 
+FNUZ = fp8.Recipe.of(fp8.DelayedScaling(), forward=E4M3FNUZ, backward=E5M2FNUZ)
 A100, H100, B200 = (Device.by_name(name) for name in ("a100", "h100", "b200"))
 
 # By hand, from the recipes' descriptions. Scales of a tensor or of a row stay outside the sum; scales of blocks do not.
@@ -237,7 +239,7 @@ def test_emulation_can_be_asked_for_and_is_said(linear):
         model = fp8.fp8_linear_layers(linear, fp8.Fp8Config(emulate=True))
         description = fp8.describe(model)
     assert description.fp8_count == 1
-    assert "emulated on NVIDIA A100-SXM4-80GB" in description.note and "8.9" in description.note
+    assert "refused on NVIDIA A100-SXM4-80GB" in description.note and "8.9" in description.note
     assert description.summary.endswith("emulated on NVIDIA A100-SXM4-80GB")
 
 
@@ -273,7 +275,7 @@ def test_describe_speaks_of_the_device_that_is_named():
     rows = {line.split()[0]: line for line in str(on_h100).splitlines() if line.strip()}
     assert "on NVIDIA H100 80GB" in str(on_h100)
     assert rows["layers.0"].endswith("native")
-    assert rows["layers.1"].endswith("emulated")
+    assert rows["layers.1"].endswith("refused")
     assert "native" not in rows["layers.2"] and "emulated" not in rows["layers.2"]
 
 
@@ -292,8 +294,23 @@ def test_why_a_device_emulates_is_said_once_and_whole(monkeypatch):
     delayed, mxfp8 = (layer.recipe for layer in of_two.layers[:2])
     assert f"- {delayed}: {reason}\n- {mxfp8}: MXFP8 products" in of_two.note
     assert fp8.describe(fp8.fp8_linear_layers(model, config), device="h100").note.startswith(
-        "FP8 products of 1 layer are emulated on NVIDIA H100"
+        "Conversion of 1 layer is refused on NVIDIA H100"
     )
+
+
+@pytest.mark.parametrize("device", ["a100", "h100", "mi300x", "b200", "cpu"])
+@pytest.mark.parametrize("recipe", ["delayed", "deepseek", "mxfp8", "nvfp4", FNUZ], ids=str)
+def test_everything_that_speaks_of_a_device_agrees(device, recipe, linear):
+    """`supported`, `describe` and the command's table, in the same word."""
+    word = "emulated" if device == "cpu" else supported(recipe, device).outcome.value
+    described = fp8.describe(fp8.fp8_linear_layers(linear, recipe=recipe), device=device)
+    assert supported(recipe, device).outcome.value == word and described.summary.split(", ")[-1].startswith(f"{word} on")
+    assert f", {word} on" in " ".join(str(described).split("layer ")[0].split())
+    assert ("is refused on" in described.note) == (word == "refused")
+    if isinstance(recipe, str) and device != "cpu":
+        (row,) = [row for row in device_rows() if row.name == device]
+        assert (recipe in row.native) == (word == "native")
+        assert word == "native" or row.otherwise.startswith(f"{word}: ")
 
 
 def test_on_a_cpu_describe_says_that_products_are_emulated(linear):
@@ -309,7 +326,7 @@ def test_summary():
     mixed = fp8.fp8_linear_layers(model, fp8.Fp8Config(overrides={"layers.1": "mxfp8"}))
     assert fp8.describe(mixed, device="h100").summary == (
         "FP8: 3 of 3 linear layers, 2 DelayedScaling E4M3/E4M3/E5M2 + 1 MXFP8Scaling E4M3/E4M3/E4M3, "
-        "2 native and 1 emulated on NVIDIA H100 80GB HBM3"
+        "2 native and 1 refused on NVIDIA H100 80GB HBM3"
     )
 
 
