@@ -71,7 +71,7 @@ class ModelDescription(Printable):
 
     @property
     def summary(self) -> str:
-        """One line for the start of a program: how many layers run in FP8, with which recipes, natively, emulated or refused.
+        """One line for the start of a program: how many layers run in FP8, with which recipes, and whether natively.
 
         Example:
             >>> describe(fp8_linear_layers(model), device="h100").summary

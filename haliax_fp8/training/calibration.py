@@ -6,15 +6,20 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._jax.raised_in import calls_users_function
 from .._op import Fp8DotGeneral
 from .._state.marker import OverwriteWithGradient, is_state
+from .._state.op_state import OpState
 from ..attention.op import Fp8Attention
 from ..layers.calls import with_calls_of
 from ..layers.model_argument import require_model
+from ..layers.ops import all_ops
 from ..layers.own_state import require_whole_state
+from ..layers.uncalibrated import uncalibrated_operands, unrecorded_operands
 from .gradients import filter_grad
 from .loss import scalar_loss
 from .step_arguments import require_fit, require_model_first
@@ -42,7 +47,8 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
 
     Raises:
         ValueError: If `batches` is empty or is itself a batch, if `loss_fn` does not return one number, if the model
-            has no FP8 layer, or if model and loss are swapped.
+            has no FP8 layer, or if model and loss are swapped; if a batch holds NaN or infinities, or is
+            zero everywhere; or if no layer has recorded its input.
 
     Example:
         >>> fp8_model = calibrate(fp8_linear_layers(model), loss_fn, [(x,)])
@@ -62,11 +68,45 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
     for batch in batches:
         arguments = batch if isinstance(batch, tuple) else (batch,)
         require_fit(loss_fn, arguments, _BATCHES)
+        require_usable(arguments, f"batches[{count}]")
         model = recorded(model, lambda observed, arguments=arguments: _gradients(observed, loss_fn, arguments))
         count += 1
     if count == 0:
         raise ValueError("batches is empty; calibration needs at least one batch")
+    require_recorded(model)
     return model
+
+
+def require_usable(batch: Any, name: str) -> None:
+    """Raises a ValueError for a batch from which scales would stay as they are: with NaN or inf, or of zeros alone.
+
+    A mask may hold `-inf`, and token ids may all be 0. Traced and abstract arrays are not checked.
+
+    Args:
+        batch: The arguments of the loss.
+        name: What the batch is called.
+    """
+    arrays = [x for x in jax.tree.leaves(batch) if isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer)]
+    numbers = [x for x in arrays if x.size and jnp.issubdtype(x.dtype, jnp.number)]
+    floats = [x for x in numbers if jnp.issubdtype(x.dtype, jnp.floating)]
+    if any(bool((jnp.isnan(x) | jnp.isposinf(x)).any()) for x in floats):
+        raise ValueError(f"{name} holds NaN or infinities, whose amaxes are not recorded; calibrate on finite batches")
+    if floats and not any(bool((x != 0).any()) for x in numbers):
+        raise ValueError(f"{name} is zero everywhere, so scales would stay at 1; calibrate on batches of real data")
+
+
+def require_recorded(model: Any) -> None:
+    """Raises a ValueError if calibration has recorded the input of no layer; abstract models are not checked."""
+    missing = [
+        {*unrecorded_operands(op.state), *uncalibrated_operands(op.state)}
+        for op in all_ops(model)
+        if isinstance(op.state, OpState)
+    ]
+    if missing and all("input" in operands for operands in missing):
+        raise ValueError(
+            "calibration recorded the input of no layer: the loss calls no FP8 layer, or inputs were zero or not "
+            "finite. print(describe(model, loss_fn=loss_fn, batch=batch)) shows which layers the loss calls"
+        )
 
 
 @calls_users_function

@@ -16,6 +16,7 @@ from .._state.marker import OverwriteWithGradient, is_state
 from .._state.op_state import OpState
 from .._state.together import complete_states
 from ..layers.calls import with_calls, with_calls_of
+from ..layers.uncalibrated import require_calibrated
 from .differentiable import differentiable
 from .step_arguments import require_model_first
 
@@ -154,6 +155,7 @@ def _value_and_grad(
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, eqx.Module):
             require_model_first(model, function, "filter_grad(loss_fn)(model, *batch)")
+        require_calibrated(model, wait=False)
         return differentiable(once, model, *args, **kwargs)
 
     return take

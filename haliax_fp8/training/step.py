@@ -28,7 +28,7 @@ from ..layers.served import require_weights
 from ..layers.uncalibrated import require_calibrated
 from ..recipes.compiler_options import log_cost_of_flags, training_options
 from ..recipes.scaling import DelayedScaling
-from .calibration import recorded
+from .calibration import recorded, require_recorded, require_usable
 from .kernel_quantization import KernelQuantization, as_kernel_quantization
 from .microbatches import BatchGradients, StepInput, gradients_of_batch
 from .monitor import CountedState, Monitor, counted
@@ -172,7 +172,8 @@ class TrainStep(eqx.Module):
             The model with new state; parameters, and the arrays of the given model, do not change.
 
         Raises:
-            ValueError: As in a step.
+            ValueError: As in a step; or if the batch holds NaN or infinities, or is zero everywhere, or if no layer has
+                recorded its input.
 
         Example:
             >>> step = TrainStep(loss_fn, optax.adamw(1e-3), microbatches=2)
@@ -184,7 +185,10 @@ class TrainStep(eqx.Module):
         require_call(self.loss_fn, batch, key, loss_key, call="step.calibrate(model, *batch)", before=())
         require_no_kernel_copies(model)
         given = StepInput(batch, key, loss_key)
-        return recorded(model, lambda observed: _overwrites((self._without_monitor, given), observed))
+        require_usable(batch, "batch")
+        model = recorded(model, lambda observed: _overwrites((self._without_monitor, given), observed))
+        require_recorded(model)
+        return model
 
     @calls_users_function
     def __call__(

@@ -21,6 +21,7 @@ from ..layers.calls import with_calls_of
 from ..layers.model_argument import require_model, require_tree
 from ..layers.own_state import require_own_state, require_whole_state, table_on_host
 from ..layers.quantized_kernels import require_no_kernel_copies, without_kernel_copies
+from ..layers.uncalibrated import require_calibrated
 
 
 def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
@@ -121,6 +122,7 @@ def _applied(
         return jax.tree.map(_add, update, leaf, is_leaf=lambda node: node is None)
 
     require_own_state(module)
+    require_calibrated(module)
     require_whole_state(module)
     require_no_kernel_copies(module, "module")
     try:

@@ -22,6 +22,7 @@ from haliax_fp8 import (
     apply_updates,
     calibrate,
     filter_grad,
+    filter_value_and_grad,
     fp8_linear_layers,
     partition_for_grad_overwrite,
     quantization_statistics,
@@ -452,11 +453,13 @@ def test_a_layer_that_the_loss_does_not_reach():
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_amaxes_that_are_not_finite_are_not_recorded(value):
-    """A bad batch leaves the operands that it spoils as they were, and the others as they should be."""
-    (x, g), bad = batches(1)[0], batches(1)[0][0].copy()
-    bad[3, 4] = value
-    loss = lambda layer, x, g: weighted_sum(layer, x, g)
-    calibrated = calibrate(fp8_linear_layers(layer(0, In, Out), SHORT), loss, [(x, g), (bad, g), (x, g)])
+    """What the model itself makes of a batch leaves the operands that it spoils as they were, and no others."""
+    x, g = batches(1)[0]
+    where = np.zeros(x.shape, bool)
+    where[3, 4] = True
+    loss = lambda layer, x, g, is_bad: weighted_sum(layer, jnp.where(is_bad & where, np.float32(value), x), g)
+    calls = [(x, g, np.bool_(is_bad)) for is_bad in (False, True, False)]
+    calibrated = calibrate(fp8_linear_layers(layer(0, In, Out), SHORT), loss, calls)
     found = {operand: np.count_nonzero(history) for operand, history in histories(calibrated.dot_general).items()}
     assert found == {"input": 2, "kernel": 3, "output_grad": 3}
     assert np.isfinite(calibrated.dot_general.scale("input"))
@@ -565,3 +568,53 @@ def test_fp8_states_are_found_in_any_tree():
     assert [type(state) for state in fp8_states(model)] == [OpState] * 3
     assert fp8_states(mlp()) == fp8_states(None) == []
     assert fp8_states(functools.partial(print)) == []
+
+
+# --- Batches that calibrate nothing -----------------------------------------------------------------------------------
+
+
+GOOD = jax.random.normal(jax.random.key(3), (8, 16))
+BATCHES = {
+    "NaN": ([GOOD * jnp.nan], r"batches\[0\] holds NaN or infinities"),
+    "one NaN among good ones": ([GOOD, GOOD.at[3, 2].set(jnp.nan)], r"batches\[1\] holds NaN or infinities"),
+    "an infinity": ([GOOD, GOOD, GOOD.at[0, 0].set(jnp.inf)], r"batches\[2\] holds NaN or infinities"),
+    "zeros": ([0.0 * GOOD], r"batches\[0\] is zero everywhere"),
+    "zeros later": ([GOOD, 0.0 * GOOD], r"batches\[1\] is zero everywhere"),
+    "NumPy's": ([np.full((8, 16), np.nan, np.float32)], r"batches\[0\] holds NaN"),
+    "what overflows": ([-jnp.inf * jnp.ones((8, 16))], "calibration recorded the input of no layer"),
+}
+
+
+def of_batch(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "static"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_that_calibrates_nothing_is_an_error(name, recipe):
+    batches, message = BATCHES[name]
+    model = fp8_linear_layers(eqx.nn.Linear(16, 16, key=jax.random.key(0)), recipe=recipe)
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, of_batch, batches)
+    if len(batches) == 1:
+        with pytest.raises(ValueError, match=message.replace(r"batches\[0\]", "batch")):
+            TrainStep(of_batch, optax.sgd(0.1)).calibrate(model, *batches)
+
+
+def test_a_mask_of_infinities_and_zero_labels_are_fine():
+    model = fp8_linear_layers(eqx.nn.Linear(16, 16, key=jax.random.key(0)))
+    masked = lambda model, x, mask, y: jnp.mean((jax.nn.softmax(jax.vmap(lambda x: model(x) + mask)(x)) - y) ** 2)
+    mask = jnp.where(jnp.arange(16) < 8, 0.0, -jnp.inf)
+    calibrated = calibrate(model, masked, [(GOOD, mask, jnp.zeros((8, 16)))])
+    assert float(calibrated.dot_general.scale("input")) != 1.0
+
+
+@pytest.mark.parametrize("wrap", [filter_grad, filter_value_and_grad])
+def test_static_scales_that_are_not_calibrated_in_a_loop_of_ones_own(wrap):
+    """Wherever the model is seen: before the gradient, or inside `jit` before the update."""
+    model = fp8_linear_layers(eqx.nn.Linear(16, 16, key=jax.random.key(0)), recipe="static")
+    with pytest.raises(ValueError, match="model has static scales that are not calibrated"):
+        wrap(of_batch)(model, GOOD)
+    overwrites, grads = partition_for_grad_overwrite(eqx.filter_jit(filter_grad(of_batch))(model, GOOD))
+    with pytest.raises(ValueError, match="model has static scales that are not calibrated"):
+        apply_updates(model, grads, overwrites)
