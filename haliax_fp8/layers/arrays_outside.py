@@ -50,7 +50,7 @@ def arrays_outside(model: Any, rules: tuple[LayerRule, ...]) -> list[str]:
     return found
 
 
-def _children(node: Any) -> Iterator[tuple[tuple[KeyEntry, ...], Any]]:
+def _children(node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """What is one level below a node; nothing for a leaf."""
     for path, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]:
         if child is not node:

@@ -80,7 +80,9 @@ class ModelDescription(Printable):
         recipes = collections.Counter(layer.recipe for layer in self.layers if layer.is_fp8)
         if not recipes:
             return f"FP8: none of {self.count} linear layers"
-        counted = " + ".join(f"{count} {recipe}" if len(recipes) > 1 else recipe for recipe, count in recipes.items())
+        counted = " + ".join(
+            f"{count} {recipe}" if len(recipes) > 1 else str(recipe) for recipe, count in recipes.items()
+        )
         four, of = self.fp4_count, f"of {self.count} linear layers"
         eight = self.fp8_count - four
         counts = ", ".join([f"FP8: {eight} {of}"] * bool(eight) + [f"FP4: {four} {of}"] * bool(four))

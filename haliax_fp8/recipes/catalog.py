@@ -44,7 +44,7 @@ def _nvfp4() -> Recipe:
 
 
 def _mxfp4_mxfp8() -> Recipe:
-    """Weights in MXFP4, activations and gradients in MXFP8: the numbers of gpt-oss, DeepSeek-V4 and Kimi K3."""
+    """Weights in MXFP4, activations and gradients in MXFP8."""
     mxfp8 = Recipe.of(MXFP8Scaling())
     return dataclasses.replace(mxfp8, kernel=Quantization(E2M1, MXFP8Scaling()))
 

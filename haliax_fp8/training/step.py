@@ -277,7 +277,9 @@ def _output_grad_amax_ratio(model: Any, overwrites: Any) -> Metrics:
     ratios = [
         jnp.max(new.amax_history("output_grad")[..., 0] / (op.scale("output_grad") * op.recipe.output_grad.format.max))
         for op, new in zip(all_ops(model), all_ops(overwrites), strict=True)
-        if isinstance(op.recipe.output_grad.scaling, DelayedScaling) and new.state.table.array is not None
+        if isinstance(op.recipe.output_grad.scaling, DelayedScaling)
+        and new.state is not None
+        and new.state.table.array is not None
     ]
     # What a step did not reach has `-inf`.
     return {"output_grad_amax_ratio": functools.reduce(jnp.maximum, ratios, jnp.float32(0.0))} if ratios else {}

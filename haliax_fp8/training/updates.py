@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import haliax as hax
@@ -278,13 +278,13 @@ def incremental_update[M](new: M, old: M, step_size: Any) -> M:
     for name, model in (("new", new), ("old", old)):
         require_model(model, "incremental_update(new, old, step_size)", name)
     require_own_state(new)
-    trained, average = trainable(new), trainable(old)
+    trained, average = cast(Any, trainable(new)), cast(Any, trainable(old))
     try:
-        average = optax.incremental_update(trained, average, step_size)
+        moved: Any = optax.incremental_update(trained, average, step_size)
     except (ValueError, TypeError) as error:
         _require_structure_of(trained, "the arrays of old", average, error)
         raise
-    return eqx.combine(average, new)
+    return eqx.combine(moved, new)
 
 
 def trainable[M](model: M) -> M:
