@@ -35,9 +35,9 @@ from .training import (
 
 if TYPE_CHECKING:
     from . import (
-        attention as attention,
         checkpoints as checkpoints,
         devices as devices,
+        experimental as experimental,
         layers as layers,
         memory as memory,
         models as models,
@@ -85,9 +85,9 @@ __all__ = [
 ]
 
 _MODULES = (
-    "attention",
     "checkpoints",
     "devices",
+    "experimental",
     "layers",
     "memory",
     "models",

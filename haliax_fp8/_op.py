@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import wadler_lindig as wl
-from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
+from haliax.state_dict import StateDict
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int
@@ -27,7 +27,7 @@ from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
 from ._product.quantize_kernel import quantize_kernel
 from ._product.spec import ProductSpec
-from ._state.op_state import OpState
+from ._state.op_state import AbstractOp, OpState
 from ._state.require import leading_axes, require_state, require_stored_scales
 from ._unconverted import LeftOut
 from .recipes.catalog import RecipeLike, as_recipe
@@ -39,7 +39,7 @@ from .recipes.scaling import DelayedScaling
 _KEY = hax.Axis("fp8_key", 2)
 
 
-class Fp8DotGeneral(ModuleWithStateDictSerialization):
+class Fp8DotGeneral(AbstractOp):
     """A drop-in for `lax.dot_general` that multiplies in FP8 and remembers what its recipe needs.
 
     `out = dot(q(input), q(kernel)) * (scale_input * scale_kernel)`, and in the backward pass
@@ -235,6 +235,11 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             raise ValueError("an op's recipe was changed inside a differentiated function; change it before that")
         state = OpState.init(recipe, self.stack) if self.state is None else self.state.with_recipe(recipe)
         return dataclasses.replace(self, recipe=recipe, state=state)
+
+    @property
+    def observed(self) -> "Fp8DotGeneral":
+        """This op with `recipe.observed`: every product in high precision, recording what the state needs."""
+        return self.with_recipe(self.recipe.observed)
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         """One line in printed models; JAX also prints a module's name each time it traces one."""

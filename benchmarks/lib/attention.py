@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from haliax_fp8.attention import Fp8Attention
+from haliax_fp8.experimental.attention import Fp8Attention
 
 
 WAYS = ("bf16", "haliax_fp8")

@@ -27,9 +27,6 @@ def tile_in_name(text: str) -> tuple[int, int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
 
 
-FP8_ATTENTION: Final = "fp8_attention"
-"""The scope of attention in FP8."""
-
 FPROP: Final = "fprop"
 """The scope of the product that gives the output, inside one of the scopes above."""
 

@@ -3,9 +3,7 @@
 Some products apply them elsewhere:
 
 - `block_product.py` those of blocks, which do not factor out of the sum: in hardware, or to the operands;
-- the Pallas kernels of `grouped/` those of rows and groups, inside the kernel;
-- FP8 attention: cuDNN those of what it multiplies, and `TensorScales` in `attention/emulated.py` those of its results,
-  and of all operands where it is emulated.
+- the Pallas kernels of `grouped/` those of rows and groups, inside the kernel.
 
 An operand outside of a product gets its scale from `QuantizedArray.dequantize`, with four exceptions: `scaled_values`
 in `operands.py` (experts with a scale each), rows that `sharding/dispatch.py` has sent, the vectors that

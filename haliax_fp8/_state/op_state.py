@@ -1,5 +1,6 @@
 """What an FP8 op remembers from step to step."""
 
+import abc
 import dataclasses
 from typing import Any
 
@@ -8,6 +9,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haliax.state_dict import ModuleWithStateDictSerialization
 from jax import lax
 from jaxtyping import Array
 
@@ -179,3 +181,18 @@ class OpState(OverwriteWithGradient):
 
 def _as_float32(array: Array) -> Array:
     return array if is_max_grad(array) or array.dtype == np.float32 else to_float32(array)
+
+
+class AbstractOp(ModuleWithStateDictSerialization):
+    """An op that has a state: what `calibrate` needs to know of it.
+
+    Args:
+        state: What the op remembers; None if that is nothing.
+    """
+
+    state: eqx.AbstractVar[OpState | None]
+
+    @property
+    @abc.abstractmethod
+    def observed(self) -> "AbstractOp":
+        """This op in high precision, recording what its state needs."""

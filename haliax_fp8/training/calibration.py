@@ -11,10 +11,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .._jax.raised_in import calls_users_function
-from .._op import Fp8DotGeneral
 from .._state.marker import OverwriteWithGradient, is_state
-from .._state.op_state import OpState
-from ..attention.op import Fp8Attention
+from .._state.op_state import AbstractOp, OpState
 from ..layers.calls import with_calls_of
 from ..layers.model_argument import require_model
 from ..layers.ops import all_ops
@@ -138,13 +136,7 @@ def _gradients(model: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ...]) 
 
 def _observed[M](model: M) -> M:
     """The model with every op in high precision, recording."""
-
-    def observe(node: Any) -> Any:
-        if isinstance(node, Fp8Attention):
-            return node.observed
-        return node.with_recipe(node.recipe.observed) if _is_op(node) else node
-
-    return jax.tree.map(observe, model, is_leaf=_is_op)
+    return jax.tree.map(lambda node: node.observed if _is_op(node) else node, model, is_leaf=_is_op)
 
 
 def _overwritten[M](model: M, observed: M, gradients: Any) -> M:
@@ -189,4 +181,4 @@ def _has_ops(model: Any) -> bool:
 
 
 def _is_op(node: Any) -> bool:
-    return isinstance(node, Fp8DotGeneral | Fp8Attention)
+    return isinstance(node, AbstractOp)

@@ -34,7 +34,7 @@ from jax.dtypes import float0  # noqa: E402
 
 import haliax_fp8 as fp8  # noqa: E402
 from haliax_fp8 import Fp8DotGeneral, models, recipes  # noqa: E402
-from haliax_fp8.attention import Fp8Attention  # noqa: E402
+from haliax_fp8.experimental.attention import Fp8Attention  # noqa: E402
 from haliax_fp8.serving import quantize_for_inference  # noqa: E402
 
 

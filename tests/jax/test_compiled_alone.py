@@ -12,7 +12,7 @@ from jax.interpreters import mlir
 
 import haliax_fp8 as fp8
 from haliax_fp8._jax.compiled_alone import compile_alone
-from haliax_fp8.attention import Fp8Attention
+from haliax_fp8.experimental.attention import Fp8Attention
 
 
 def scaled(traced):

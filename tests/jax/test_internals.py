@@ -1,16 +1,15 @@
-"""The list of what `_jax/` imports from `jax._src`: a new name needs a test of what it has to do."""
+"""The list of what the package imports from `jax._src`: a new name needs a test of what it has to do."""
 
 import ast
-import inspect
 import pathlib
 
-from haliax_fp8 import _jax
+import haliax_fp8
 
 
 def test_internals_are_the_ones_under_test():
     """A comment says where the names below it are under test, up to the next comment."""
-    folder = pathlib.Path(inspect.getfile(_jax)).parent
-    nodes = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    folder = pathlib.Path(haliax_fp8.__file__).parent
+    nodes = [node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and "jax._src" in (node.module or "")]
     needed = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     assert needed == {
@@ -33,8 +32,10 @@ def test_internals_are_the_ones_under_test():
         "jax._src.util.cache",
         # `tests/programs/test_compiled_grouped.py`: off inside Pallas kernels.
         "jax._src.config",
-        # `tests/jax/test_cudnn_attention.py`, and with XLA's compiler in `tests/programs/test_compiled_attention.py`.
+        # `tests/jax/test_cudnn_attention.py`; FP8: `tests/experimental/test_platforms.py`, and with XLA's compiler
+        # `tests/programs/test_compiled_attention.py`.
         "jax._src.cudnn.fused_attention_stablehlo",
+        # `tests/jax/test_cudnn_attention.py`.
         "jax._src.xla_bridge",
         # `tests/sharding/test_blocks.py`.
         "jax._src.custom_partitioning",

@@ -99,7 +99,7 @@ def test_trees_of_anything_can_be_printed(kind, leaf):
         "stack": lambda: fp8.fp8_linear_layers(stack),
         "quantized kernels": lambda: fp8.quantize_kernels(fp8.fp8_linear_layers(linear)),
         "served": lambda: fp8.serving.quantize_for_inference(linear, scheme="dynamic"),
-        "attention": lambda: fp8.attention.Fp8Attention.init(),
+        "attention": lambda: fp8.experimental.attention.Fp8Attention.init(),
         "statistics": lambda: measured(X),
     }[kind]()
     of_others = jax.tree.map(leaf, eqx.filter(tree, eqx.is_array))

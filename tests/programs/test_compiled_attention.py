@@ -8,7 +8,7 @@ import pytest
 from compiled_models import on, unknown_calls
 
 import haliax_fp8 as fp8
-from haliax_fp8.attention import Fp8Attention
+from haliax_fp8.experimental.attention import Fp8Attention
 from haliax_fp8.preflight import Verdict, inspect_step
 
 

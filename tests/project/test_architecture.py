@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +28,7 @@ FLOORS = (
     # What an op keeps of the conversion that made it.
     ("_unconverted",),
     # The public ops.
-    ("_op", "attention"),
+    ("_op",),
     # Models; and proof before purchase, which needs no model.
     ("_einsum", "layers", "preflight", "models"),
     # The loop.
@@ -36,6 +38,8 @@ FLOORS = (
     # Models on disk, those for inference too; pictures.
     ("checkpoints", "plots"),
     ("_cli",),
+    # What may still change: nothing but the names of the package imports it.
+    ("experimental",),
     ("__init__", "__main__"),
 )
 FLOOR = {room: floor for floor, line in enumerate(FLOORS) for room in line}
@@ -101,11 +105,22 @@ def test_no_circles_inside_a_folder():
     assert not {folder: circle for folder, circle in circles.items() if circle}
 
 
+def test_nothing_depends_on_what_is_experimental():
+    """The front door names it for type checkers alone, and loads it when it is used."""
+    rooms = {room_of(path) for path in files() if "experimental" in imported_from(path, ROOT)} - {"experimental"}
+    assert rooms == {"__init__"}
+    names = [path.stem for path in ROOT.iterdir() if path.is_dir() and (path / "__init__.py").exists()]
+    others = ", ".join(f"haliax_fp8.{name}" for name in names if name != "experimental")
+    code = f"import sys, {others}; print([name for name in sys.modules if name.startswith('haliax_fp8.experimental')])"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == "[]"
+
+
 def test_only_one_folder_imports_the_internals_of_jax():
-    rooms = {
-        room_of(path) for path in files() if any(name.startswith(("jax._src", "jaxlib")) for name in imports(path))
-    }
-    assert rooms == {"_jax"}
+    """But for what is experimental."""
+    users = [path for path in files() if any(name.startswith(("jax._src", "jaxlib")) for name in imports(path))]
+    assert {room_of(path) for path in users} == {"_jax", "experimental"}
+    assert [path.name for path in users if room_of(path) == "experimental"] == ["platforms.py"]
 
 
 def test_this_file_sees_imports(tmp_path, monkeypatch):

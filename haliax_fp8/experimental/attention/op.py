@@ -10,27 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import wadler_lindig as wl
-from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
+from haliax.state_dict import StateDict
 from jaxtyping import Array, Float
 
-from .._numerics.require import require, require_bool
-from .._product.names import FP8_ATTENTION
-from .._state.op_state import OpState
-from .._state.require import leading_axes
-from ..devices.device import Device
-from ..recipes.scaling import DelayedScaling, ObservedScaling
-from ..recipes.scaling.amax_of_history import Percentile
-from .emulated import Attention
-from .primitive import AttentionSpec, fp8_attention
-from .state import LIMITS
-from .tensors import TENSORS
+from ..._numerics.formats import E4M3
+from ..._numerics.require import require, require_bool
+from ..._state.op_state import AbstractOp, OpState
+from ..._state.require import leading_axes
+from ...devices.device import Device
+from ...recipes.scaling import DelayedScaling, ObservedScaling
+from ...recipes.scaling.amax_of_history import Percentile
+from .emulated import TENSORS, AttentionSpec
+from .primitive import FP8_ATTENTION, fp8_attention
 
 
 HEAD_DIMS = (64, 128)
 """The supported sizes of heads."""
 
 
-class Fp8Attention(ModuleWithStateDictSerialization):
+class Fp8Attention(AbstractOp):
     """A drop-in for `jax.nn.dot_product_attention` that multiplies in FP8. Experimental.
 
     `out = softmax(scale * q k^T) v`, with query, key, value, softmax and output in E4M3; in the backward pass the
@@ -60,7 +58,7 @@ class Fp8Attention(ModuleWithStateDictSerialization):
 
     Example:
         >>> from haliax_fp8 import DelayedScaling
-        >>> from haliax_fp8.attention import Fp8Attention
+        >>> from haliax_fp8.experimental.attention import Fp8Attention
         >>> attend = Fp8Attention.init(scaling=DelayedScaling(amax_history_length=4))
         >>> q, kv = jnp.ones((2, 16, 4, 64)), jnp.ones((2, 16, 1, 64))
         >>> attend(q, kv, kv, is_causal=True).shape
@@ -99,7 +97,7 @@ class Fp8Attention(ModuleWithStateDictSerialization):
                 f"Fp8Attention needs cuDNN's FP8 attention, and the default device has none: {missing}. Use "
                 "jax.nn.dot_product_attention, or request emulation with Fp8Attention.init(emulate=True)"
             )
-        state = OpState.of((scaling,) * len(TENSORS), LIMITS, stack)
+        state = OpState.of((scaling,) * len(TENSORS), (E4M3.max,) * len(TENSORS), stack)
         return Fp8Attention(state, scaling, emulate, stack)
 
     @jax.named_scope(FP8_ATTENTION)
@@ -131,8 +129,8 @@ class Fp8Attention(ModuleWithStateDictSerialization):
         Raises:
             ValueError: If an argument is not supported, or the operands do not fit.
         """
-        for name, given in (("bias", bias), ("mask", mask)):
-            if given is not None:
+        for name, argument in (("bias", bias), ("mask", mask)):
+            if argument is not None:
                 raise ValueError(
                     f"{name} was passed to an Fp8Attention, but cuDNN's FP8 attention does not support it; use "
                     "is_causal=True, or jax.nn.dot_product_attention for this layer"
@@ -151,14 +149,11 @@ class Fp8Attention(ModuleWithStateDictSerialization):
                 "under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each layer gets its own state"
             )
         spec = AttentionSpec(
-            Attention(
-                scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
-                is_causal=is_causal,
-                rounds=self.scaling.quantizes,
-                emulate=self.emulate,
-            ),
-            self.scaling,
-            np.dtype(query.dtype),
+            scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+            is_causal=is_causal,
+            out_dtype=np.dtype(query.dtype),
+            rounds=self.scaling.quantizes,
+            emulate=self.emulate,
         )
         batched = [x if x.ndim == 4 else x[None] for x in operands.values()]
         out = fp8_attention(batched[0], batched[1], batched[2], self.state.record, spec)

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from transformations import LOOPS, WRAPPERS, python_loop
 
 import haliax_fp8 as fp8
-from haliax_fp8.attention import Fp8Attention
-from haliax_fp8.attention.tensors import TENSORS
+from haliax_fp8.experimental.attention import Fp8Attention
+from haliax_fp8.experimental.attention.emulated import TENSORS
 
 
 LENGTH = 3

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8.attention import Fp8Attention
-from haliax_fp8.attention.tensors import TENSORS
 from haliax_fp8.devices import Device
+from haliax_fp8.experimental.attention import Fp8Attention
+from haliax_fp8.experimental.attention.emulated import TENSORS
 from haliax_fp8.recipes import Percentile
 
 

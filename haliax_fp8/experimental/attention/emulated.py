@@ -18,37 +18,52 @@ References:
 """
 
 import dataclasses
+from typing import Final
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .._jax.xla import actually_rounded
-from .._numerics.formats import E4M3
-from .._numerics.quantized_array import divide_by
-from .tensors import TENSORS
+from ..._jax.xla import actually_rounded
+from ..._numerics.formats import E4M3
+from ..._numerics.quantized_array import divide_by
 
+
+OPERANDS: Final = ("query", "key", "value")
+"""The inputs of attention."""
+
+TENSORS: Final = (
+    # Of the forward pass; `weights` is the softmax of the scores.
+    *(*OPERANDS, "weights", "output"),
+    # Of the backward pass.
+    *("output_grad", "scores_grad", "query_grad", "key_grad", "value_grad"),
+)
+"""The ten tensors that have a scale, in the order in which state stores them."""
 
 LIKELIHOOD_SCALE = 1.0 / E4M3.max
 """With which the forward pass rounds the exponential of a score, which is at most 1."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class AttentionSpec:
     """The static arguments of one attention.
 
     Args:
         scale: Multiplies the scores.
         is_causal: Whether a query sees only keys up to its own position.
+        out_dtype: The dtype of the output.
         rounds: Whether tensors are rounded to FP8; if not, scales are not used.
         emulate: Whether to emulate on every device, even those that have the cuDNN kernels.
+        ensemble: How many leading axes of every array index members of an ensemble, each with its own state.
     """
 
     scale: float
     is_causal: bool
+    out_dtype: np.dtype
     rounds: bool = True
     emulate: bool = False
+    ensemble: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +71,14 @@ class TensorScales:
     """The scales of the ten tensors by name.
 
     Args:
-        all: float32, `[*members, 10]`.
+        all: float32, `[*ensemble, 10]`.
         rounds: Whether tensors are rounded at all.
     """
 
-    all: Float32[Array, "*members 10"]
+    all: Float32[Array, "*ensemble 10"]
     rounds: bool
 
-    def __getitem__(self, name: str) -> Float32[Array, "*members"]:
+    def __getitem__(self, name: str) -> Float32[Array, "*ensemble"]:
         return lax.index_in_dim(self.all, TENSORS.index(name), self.all.ndim - 1, keepdims=False)
 
     def over(self, name: str, x: Array) -> Float32[Array, "..."]:
@@ -75,6 +90,7 @@ class TensorScales:
         return divide_by(x, self.over(name, x), E4M3).data if self.rounds else x.astype(jnp.float32)
 
     def dequantize(self, name: str, data: Array) -> Float32[Array, "..."]:
+        """The inverse of `quantize`, up to rounding."""
         x = actually_rounded(data).astype(jnp.float32) if self.rounds else data
         return x * self.over(name, x) if self.rounds else x
 
@@ -84,34 +100,33 @@ class TensorScales:
 
 
 def forward(
-    query: Array, key: Array, value: Array, scales: Float32[Array, "*members 10"], *, attention: Attention
-) -> tuple[Array, Array, Float32[Array, "*members 2"]]:
+    query: Array, key: Array, value: Array, scales: Float32[Array, "*ensemble 10"], *, spec: AttentionSpec
+) -> tuple[Array, Array, Float32[Array, "*ensemble 2"]]:
     """The output's data, the logarithms that the gradient needs, and the amaxes of weights and output.
 
     Args:
-        query: Its data, `[*members, batch, tokens, heads, head_dim]`.
+        query: Its data, `[*ensemble, batch, tokens, heads, head_dim]`.
         key: Its data; each head may serve several heads of the query.
         value: Its data, with the heads of the key.
         scales: The scales of all tensors.
-        attention: The static arguments.
+        spec: The static arguments.
     """
-    by = TensorScales(scales, rounds=attention.rounds)
-    members = scales.ndim - 1
-    q, k, v = (by.dequantize(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    scores = _scores(q, k, attention)
+    named = TensorScales(scales, spec.rounds)
+    q, k, v = (named.dequantize(name, x) for name, x in zip(OPERANDS, (query, key, value), strict=True))
+    scores = _scores(q, k, spec)
     highest = jnp.max(scores, axis=-1, keepdims=True)
     likely = jnp.exp(scores - highest)
     total = jnp.sum(likely, axis=-1, keepdims=True)
     logs, weights = highest + jnp.log(total), likely / total
-    if by.rounds:
-        of_likelihoods = jnp.full((1,) * likely.ndim, LIKELIHOOD_SCALE, jnp.float32)
-        rounded = divide_by(likely, of_likelihoods, E4M3).data
-        likely = actually_rounded(rounded).astype(jnp.float32) * of_likelihoods
+    if spec.rounds:
+        likelihood_scale = jnp.full((1,) * likely.ndim, LIKELIHOOD_SCALE, jnp.float32)
+        data = divide_by(likely, likelihood_scale, E4M3).data
+        likely = actually_rounded(data).astype(jnp.float32) * likelihood_scale
     # Queries first, as in the output.
     out = _einsum("...bhgts,...bshd->...bthgd", likely, v) / jnp.moveaxis(total, -2, -4)
     out = jnp.reshape(out, query.shape)
-    amaxes = jnp.stack([_amax(weights, members), _amax(out, members)], axis=-1)
-    return by.quantize("output", out), jnp.reshape(logs, (*query.shape[:-3], -1, query.shape[-3])), amaxes
+    amaxes = jnp.stack([amax(x, scales.ndim - 1) for x in (weights, out)], axis=-1)
+    return named.quantize("output", out), jnp.reshape(logs, (*query.shape[:-3], -1, query.shape[-3])), amaxes
 
 
 def backward(
@@ -120,11 +135,11 @@ def backward(
     value: Array,
     output: Array,
     output_grad: Array,
-    logs: Float32[Array, "*members batch heads tokens"],
-    scales: Float32[Array, "*members 10"],
+    logs: Float32[Array, "*ensemble batch heads tokens"],
+    scales: Float32[Array, "*ensemble 10"],
     *,
-    attention: Attention,
-) -> tuple[Array, Array, Array, Float32[Array, "*members 4"]]:
+    spec: AttentionSpec,
+) -> tuple[Array, Array, Array, Float32[Array, "*ensemble 4"]]:
     """The data of the gradients of query, key and value; the amaxes of the gradients of scores, query, key and value.
 
     Args:
@@ -135,40 +150,48 @@ def backward(
         output_grad: The data of its gradient.
         logs: As the forward pass returned them.
         scales: The scales of all tensors.
-        attention: The static arguments.
+        spec: The static arguments.
     """
-    by = TensorScales(scales, rounds=attention.rounds)
-    members = scales.ndim - 1
-    named = {"query": query, "key": key, "value": value, "output": output, "output_grad": output_grad}
-    q, k, v, o, g = (by.dequantize(name, x) for name, x in named.items())
-    scores = _scores(q, k, attention)
+    named = TensorScales(scales, spec.rounds)
+    data = {"query": query, "key": key, "value": value, "output": output, "output_grad": output_grad}
+    q, k, v, o, do = (named.dequantize(name, x) for name, x in data.items())
+    scores = _scores(q, k, spec)
     weights = jnp.exp(scores - jnp.reshape(logs, (*scores.shape[:-1], 1)))
-    in_groups = lambda x: _in_groups(x, k)
-    of_value = _einsum("...bhgts,...bthgd->...bshd", by.rounded("weights", weights), in_groups(g))
-    of_weights = _einsum("...bthgd,...bshd->...bhgts", in_groups(g), v)
-    along = jnp.moveaxis(jnp.sum(in_groups(g) * in_groups(o), axis=-1), -3, -1)
-    of_scores = (of_weights - along[..., None]) * weights * np.float32(attention.scale)
-    rounded = by.rounded("scores_grad", of_scores)
-    of_query = jnp.reshape(_einsum("...bhgts,...bshd->...bthgd", rounded, k), query.shape)
-    of_key = _einsum("...bhgts,...bthgd->...bshd", rounded, in_groups(q))
-    measured = [of_scores, of_query, of_key, of_value]
-    gradients = {"query_grad": of_query, "key_grad": of_key, "value_grad": of_value}
-    of_query, of_key, of_value = (by.quantize(name, x) for name, x in gradients.items())
-    return of_query, of_key, of_value, jnp.stack([_amax(x, members) for x in measured], axis=-1)
+    q_groups, o_groups, do_groups = (_in_groups(x, k) for x in (q, o, do))
+    dv = _einsum("...bhgts,...bthgd->...bshd", named.rounded("weights", weights), do_groups)
+    dweights = _einsum("...bthgd,...bshd->...bhgts", do_groups, v)
+    along = jnp.moveaxis(jnp.sum(do_groups * o_groups, axis=-1), -3, -1)
+    dscores = (dweights - along[..., None]) * weights * np.float32(spec.scale)
+    rounded = named.rounded("scores_grad", dscores)
+    dq = jnp.reshape(_einsum("...bhgts,...bshd->...bthgd", rounded, k), query.shape)
+    dk = _einsum("...bhgts,...bthgd->...bshd", rounded, q_groups)
+    amaxes = jnp.stack([amax(x, scales.ndim - 1) for x in (dscores, dq, dk, dv)], axis=-1)
+    return named.quantize("query_grad", dq), named.quantize("key_grad", dk), named.quantize("value_grad", dv), amaxes
 
 
 def reference(
-    query: Float32[Array, "*members batch tokens heads head_dim"],
-    key: Float32[Array, "*members batch keys kv_heads head_dim"],
-    value: Float32[Array, "*members batch keys kv_heads head_dim"],
+    query: Float32[Array, "*ensemble batch tokens heads head_dim"],
+    key: Float32[Array, "*ensemble batch keys kv_heads head_dim"],
+    value: Float32[Array, "*ensemble batch keys kv_heads head_dim"],
     *,
-    attention: Attention,
-) -> Float32[Array, "*members batch tokens heads head_dim"]:
+    spec: AttentionSpec,
+) -> Float32[Array, "*ensemble batch tokens heads head_dim"]:
     """Attention in float32, without rounding to FP8."""
-    scores = _scores(query, key, attention)
+    scores = _scores(query, key, spec)
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return jnp.reshape(_einsum("...bhgts,...bshd->...bthgd", weights, value), query.shape)
+
+
+def amax(x: Float[Array, "..."], ensemble: int) -> Float32[Array, "*ensemble"]:
+    """The largest magnitude of each member of an ensemble.
+
+    Args:
+        x: An array.
+        ensemble: How many leading axes index members.
+    """
+    largest = jnp.max(jnp.abs(x), axis=tuple(range(ensemble, x.ndim)), initial=0.0)
+    return lax.convert_element_type(largest, jnp.float32)
 
 
 def _in_groups(x: Array, key: Array) -> Array:
@@ -177,18 +200,15 @@ def _in_groups(x: Array, key: Array) -> Array:
     return jnp.reshape(x, (*x.shape[:-2], heads, x.shape[-2] // heads, x.shape[-1]))
 
 
-def _scores(query: Array, key: Array, attention: Attention) -> Float32[Array, "*batch heads group tokens keys"]:
-    scores = _einsum("...bthgd,...bshd->...bhgts", _in_groups(query, key), key) * np.float32(attention.scale)
-    if not attention.is_causal:
+def _scores(query: Array, key: Array, spec: AttentionSpec) -> Float32[Array, "*batch heads group tokens keys"]:
+    scores = _einsum("...bthgd,...bshd->...bhgts", _in_groups(query, key), key) * np.float32(spec.scale)
+    if not spec.is_causal:
         return scores
-    of_query, of_key = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
-    seen = lax.broadcast_in_dim(lax.le(of_key, of_query), scores.shape, (scores.ndim - 2, scores.ndim - 1))
-    return jnp.where(seen, scores, np.float32(-np.inf))
+    query_index, key_index = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
+    is_seen = lax.le(key_index, query_index)
+    is_seen = lax.broadcast_in_dim(is_seen, scores.shape, (scores.ndim - 2, scores.ndim - 1))
+    return jnp.where(is_seen, scores, np.float32(-np.inf))
 
 
 def _einsum(subscripts: str, *operands: Array) -> Float32[Array, "..."]:
     return jnp.einsum(subscripts, *operands, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-def _amax(x: Array, members: int) -> Float32[Array, "*members"]:
-    return jnp.max(jnp.abs(x), axis=tuple(range(members, x.ndim)), initial=0.0)
