@@ -181,7 +181,7 @@ def _divisible(
             pairs = zip(call(*arrays), results, strict=True)
             return [lax.pmax(x, names) if names and axes == _NUMBER else x for x, axes in pairs]
 
-        return mesh, on_each, tuple(map(sharding, results)), tuple(map(sharding, operands))
+        return mesh, on_each, list(map(sharding, results)), tuple(map(sharding, operands))
 
     divided = custom_partitioning(call)
     divided.def_partition(
