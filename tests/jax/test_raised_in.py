@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from haliax_fp8._jax.raised_in import by_users_assertion, in_checkpointed_loop, in_custom_derivative
 
 import haliax_fp8 as fp8
-from haliax_fp8._jax.raised_in import by_users_assertion, in_checkpointed_loop, in_custom_derivative
 
 
 of_jax = {"__name__": "jax._src.made_up"}
