@@ -9,21 +9,47 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Float32
 
+from .private import needs
 
-# cuDNN's name for the layout `[batch, tokens, heads, head_dim]`.
-_LAYOUT = cudnn.AttentionLayout.BTNH.value
 
 # JAX passes it to its own checks, all of which accept newer versions.
 _VERSION = 91000
+
+
+class _Cudnn(NamedTuple):
+    """The private names of JAX that are used here."""
+
+    attention: Callable[..., Array]
+    forward: Primitive
+    backward: Primitive
+    causal: Any
+    no_mask: Any
+    layout: int
+
+
+@functools.cache
+def _cudnn() -> _Cudnn:
+    with needs("attention by cuDNN"):
+        from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+        return _Cudnn(
+            cudnn._dot_product_attention,
+            cudnn._dot_product_attention_fp8_fwd_p,
+            cudnn._dot_product_attention_fp8_bwd_p,
+            cudnn.MaskType.CAUSAL,
+            cudnn.MaskType.NO_MASK,
+            # `[batch, tokens, heads, head_dim]`.
+            cudnn.AttentionLayout.BTNH.value,
+        )
 
 
 def fp8_forward(
@@ -94,23 +120,23 @@ def attention(
         scale: Multiplies the scores.
         is_causal: Whether a query sees only keys up to its own position.
     """
-    none = jnp.zeros(0, query.dtype)
+    cudnn, none = _cudnn(), jnp.zeros(0, query.dtype)
     empty = ("bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v")
     static: dict[str, Any] = {
         "scale": scale,
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),
-        "mask_type": cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK,
-        "layout": _LAYOUT,
+        "mask_type": cudnn.causal if is_causal else cudnn.no_mask,
+        "layout": cudnn.layout,
         "sliding_window_length": None,
         "cudnn_version": _VERSION,
         "return_residual": False,
     }
     # JAX 0.11 has no functions of scores.
-    if "score_mod" in inspect.signature(cudnn._dot_product_attention).parameters:
+    if "score_mod" in inspect.signature(cudnn.attention).parameters:
         static |= {"score_mod_args": (), "score_mod": None}
-    return cudnn._dot_product_attention(query, key, value, **dict.fromkeys(empty, none), **static)
+    return cudnn.attention(query, key, value, **dict.fromkeys(empty, none), **static)
 
 
 # --- Divided over devices ---------------------------------------------------------------------------------------------
@@ -168,14 +194,15 @@ def _names(spec: Any) -> tuple[Any, ...]:
 
 def _forward_call(*args: Any) -> Sequence[Array]:
     *arrays, scale, is_causal, differentiated = args
-    params = {"scale": scale, "use_causal_mask": is_causal, "layout": _LAYOUT, "is_training": differentiated}
-    return cudnn._dot_product_attention_fp8_fwd_p.bind(*arrays, **params)
+    cudnn = _cudnn()
+    params = {"scale": scale, "use_causal_mask": is_causal, "layout": cudnn.layout, "is_training": differentiated}
+    return cudnn.forward.bind(*arrays, **params)
 
 
 def _backward_call(*args: Any) -> Sequence[Array]:
     *arrays, scale, is_causal = args
-    params = {"scale": scale, "use_causal_mask": is_causal, "layout": _LAYOUT}
-    return cudnn._dot_product_attention_fp8_bwd_p.bind(*arrays, **params)
+    cudnn = _cudnn()
+    return cudnn.backward.bind(*arrays, scale=scale, use_causal_mask=is_causal, layout=cudnn.layout)
 
 
 _AMAX = "w x y z"

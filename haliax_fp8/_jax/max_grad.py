@@ -147,7 +147,10 @@ class _MaxGradDType(ExtendedDType):
 
 
 fp32_max_grad = _MaxGradDType(np.dtype(np.float32))
-"""The element type: float32 whose cotangents JAX adds by maximum. Inside `jit`, cast to it and from it with `astype`."""
+"""The element type: float32 whose cotangents JAX adds by maximum.
+
+Cast to it and from it with `astype`, inside a function that `jax.jit` compiles.
+"""
 
 
 def is_max_grad(x: object) -> bool:
