@@ -39,7 +39,7 @@ class max_grad(jax.dtypes.prng_key):
     Not a floating type, so that a loss that casts floating arrays of its model (mixed precision) leaves state alone.
     A subtype of random keys because `haliax.take` and `haliax.unbind`, with which Haliax takes layers out of a stack,
     call `jnp.take` in its default mode. JAX fills in a number there for indices out of bounds, and has one for no other
-    extended type. If both called `lax.index_in_dim` for an integer instead, `jax.dtypes.extended` would do.
+    extended type. If both called `lax.dynamic_index_in_dim` for an integer instead, `jax.dtypes.extended` would do.
     """
 
 
@@ -52,9 +52,10 @@ class StateOutsideJit(TypeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "FP8 state was cast to fp32_max_grad (with_max_gradients does so) outside of jax.jit, but JAX has arrays "
-            "of this type only inside a compiled program. Put jax.jit or eqx.filter_jit around the function that "
-            "takes the gradient, or take it with haliax_fp8.filter_grad, which compiles it"
+            "FP8 state was cast to fp32_max_grad (with_max_gradients does so) outside of jax.jit, or in a program that "
+            "JAX runs operation by operation, as checkify does; but JAX has arrays of this type only inside a compiled "
+            "program. Put jax.jit or eqx.filter_jit around the function that takes the gradient. Called by itself, "
+            "haliax_fp8.filter_grad compiles the gradient"
         )
 
 

@@ -244,7 +244,16 @@ def _is_whole_table(node: Any) -> bool:
 def with_max_gradients[T](tree: T) -> T:
     """The tree with its state in the element type whose gradients accumulate by maximum.
 
-    `filter_grad` does this at the top of the differentiated function; call it if you write that function yourself.
+    `filter_grad` does this at the top of the differentiated function; call it if you write that function yourself,
+    and compile the gradient with `jax.jit` or `eqx.filter_jit`. JAX's errors that name `float32_max_grad` are about
+    constructs that `filter_grad` refuses in its own words: a `cond` per example under `vmap` ("reduce_sum does not
+    accept dtype"), a `custom_vjp` under `vmap` ("Cannot interpret ... as a data type"), a static slice of state.
+
+    Args:
+        tree: A model, or any tree.
+
+    Raises:
+        TypeError: Outside of `jit`, where JAX has no arrays of that type.
     """
     return jax.tree.map(_with_max_gradients, tree, is_leaf=is_state)
 

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax._src import dtypes
 from jax.core import ShapedArray
+from jax.experimental import checkify
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from haliax_fp8._jax import max_grad
@@ -258,6 +259,7 @@ def test_the_type_exists_only_inside_a_compiled_program():
         jax.vmap(gradient),
         divided(True),
         divided(False),
+        checkify.checkify(gradient),
     ]
     for function in outside:
         with pytest.raises(StateOutsideJit, match="outside of jax.jit.*eqx.filter_jit around the function"):
