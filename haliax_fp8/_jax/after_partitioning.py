@@ -5,19 +5,25 @@ Some of XLA's operations do not survive the way through Shardy, JAX's partitione
 divided the program, it asks what each device runs.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax._src import custom_partitioning, dispatch
-from jax._src.interpreters.mlir import custom_call
-from jax._src.sharding_impls import ShardingContext, SPMDAxisContext
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, Sharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array
+
+from .by_each_device import by_each_device
+from .private import needs
+
+
+with needs("the lowering of FP8 products"):
+    from jax._src.sharding_impls import ShardingContext, SPMDAxisContext
 
 
 # Takes what a device computes of its part, the mesh, and the arguments and result with their shapes and shardings.
@@ -70,9 +76,10 @@ def lower_after_partitioning(
             )
         if axes.mesh.size == 1 or not can_divide_calls(context):
             return inline(context, *operands)
-        return _by_each_device(context, operands, part)
+        return by_each_device(context, operands, part)
     if not isinstance(axes, ShardingContext) or axes.num_devices == 1:
         return inline(context, *operands)
+    _registered()
     if axes.device_assignment is None or axes.abstract_mesh is None:
         raise ValueError(
             f"{name} is divided over {axes.num_devices} devices, but its lowering does not know the mesh. Give "
@@ -83,7 +90,7 @@ def lower_after_partitioning(
             f"{name} cannot be divided over {axes.num_devices} TPUs: their compiler cannot divide custom calls. Call "
             f"it under jax.shard_map over all axes of the mesh; or {remedy}"
         )
-    call = custom_partitioning.custom_partitioning(lambda *arrays: part(*arrays))
+    call = custom_partitioning(lambda *arrays: part(*arrays))
 
     def divided(*of_call: Any) -> Any:
         mesh, on_each, *shardings = partition(part, *of_call)
@@ -149,11 +156,18 @@ def _outside_of_mesh(function: Callable[..., Array]) -> Callable[..., Array]:
     return call
 
 
+def is_divided_by_shardy(context: Any) -> bool:
+    """Whether a primitive is lowered for several devices, over which Shardy, XLA's partitioner, divides the program."""
+    axes = context.module_context.axis_context
+    return isinstance(axes, ShardingContext) and axes.num_devices > 1 and jax.config.jax_use_shardy_partitioner
+
+
 def knows_devices(context: Any) -> bool:
     """Whether a primitive is lowered for several known devices, over which XLA will divide it as told."""
-    axes = context.module_context.axis_context
-    if not (isinstance(axes, ShardingContext) and axes.num_devices > 1 and jax.config.jax_use_shardy_partitioner):
+    if not is_divided_by_shardy(context):
         return False
+    _registered()
+    axes = context.module_context.axis_context
     return can_divide_calls(context) and axes.device_assignment is not None and axes.abstract_mesh is not None
 
 
@@ -165,46 +179,14 @@ def lower_with_devices(*primitives: Primitive) -> None:
     Args:
         *primitives: The primitives that appear in a traced program.
     """
-    dispatch.prim_requires_devices_during_lowering.update(primitives)
+    # A program for one device does not need it; `_registered` raises for one that does.
+    with contextlib.suppress(ImportError):
+        _registered().update(primitives)
 
 
-# --- Inside shard_map -------------------------------------------------------------------------------------------------
+def _registered() -> set[Primitive]:
+    """The primitives for whose lowering JAX provides the devices of a program."""
+    with needs("a product that XLA divides over several devices"):
+        from jax._src import dispatch
 
-# Here each device has its part already, and JAX would lower the call in place, where the partitioner sees it.
-
-
-def _by_each_device(context: Any, operands: Sequence[Any], function: Callable[..., Array]) -> Any:
-    """The function applied to each device's part, still hidden from the partitioner."""
-    module = context.module_context
-    structure = jax.tree.structure(tuple(context.avals_in))
-    call = custom_partitioning._ShardingCallbackInfo(
-        propagate_user_sharding=None,
-        partition=lambda mesh, args, result: (mesh, function, result.sharding, tuple(x.sharding for x in args)),
-        to_mesh_pspec_sharding=lambda sharding, ndim: _AsItIs(sharding),
-        in_tree=structure,
-        out_tree=jax.tree.structure(0),
-        infer_sharding_from_operands=None,
-        module_context=module,
-        mesh=module.axis_context.mesh,
-        static_args=(),
-    )
-    # XLA looks up this name for as long as the program lives.
-    key = str(id(call))
-    custom_partitioning._sharding_callbacks[key.encode()] = call
-    module.add_keepalive(call)
-    types = [mlir.ir.RankedTensorType.get(x.shape, mlir.dtype_to_ir_type(x.dtype)) for x in context.avals_out]
-    name = custom_partitioning._CUSTOM_PARTITIONING_CALL_NAME
-    return custom_call(name, result_types=types, operands=operands, backend_config=key).results
-
-
-class _AsItIs(Sharding):
-    """A sharding from XLA, which only XLA has to understand."""
-
-    def __init__(self, sharding: Any) -> None:
-        self.sharding = sharding
-
-    def check_compatible_aval(self, aval_shape: Any) -> None:
-        """Accepts any shape: XLA chose the sharding for it."""
-
-    def _to_xla_hlo_sharding(self, num_dimensions: int) -> Any:
-        return self.sharding
+        return dispatch.prim_requires_devices_during_lowering

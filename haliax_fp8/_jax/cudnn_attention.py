@@ -10,6 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .private import needs
+
 
 def attention(
     query: Float[Array, "batch tokens heads head_dim"],
@@ -28,9 +30,10 @@ def attention(
         scale: Multiplies the scores.
         is_causal: Whether a query sees only keys up to its own position.
     """
-    # Here, so that only a program for a GPU needs it.
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+    with needs("attention by cuDNN"):
+        from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+        call, mask, layout = cudnn._dot_product_attention, cudnn.MaskType, cudnn.AttentionLayout.BTNH.value
     none = jnp.zeros(0, query.dtype)
     empty = ("bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v")
     static: dict[str, Any] = {
@@ -38,14 +41,14 @@ def attention(
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),
-        "mask_type": cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK,
-        "layout": cudnn.AttentionLayout.BTNH.value,
+        "mask_type": mask.CAUSAL if is_causal else mask.NO_MASK,
+        "layout": layout,
         "sliding_window_length": None,
         # JAX passes it to its own checks, all of which accept newer versions.
         "cudnn_version": 91000,
         "return_residual": False,
     }
     # JAX 0.11 has no functions of scores.
-    if "score_mod" in inspect.signature(cudnn._dot_product_attention).parameters:
+    if "score_mod" in inspect.signature(call).parameters:
         static |= {"score_mod_args": (), "score_mod": None}
-    return cudnn._dot_product_attention(query, key, value, **dict.fromkeys(empty, none), **static)
+    return call(query, key, value, **dict.fromkeys(empty, none), **static)

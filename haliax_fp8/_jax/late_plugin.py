@@ -1,6 +1,6 @@
 """Plugins for platforms that are started after JAX has started its own."""
 
-from jax._src import xla_bridge
+from .private import needs
 
 
 def complete_plugin(platform: str) -> None:
@@ -9,6 +9,10 @@ def complete_plugin(platform: str) -> None:
     Args:
         platform: Its name in JAX, such as `"cuda"`.
     """
-    c_api = xla_bridge._backend_factories[platform].c_api
-    for callback in xla_bridge._plugin_callbacks:
+    with needs("the preflight with NVIDIA's compiler"):
+        from jax._src import xla_bridge
+
+        c_api = xla_bridge._backend_factories[platform].c_api
+        callbacks = xla_bridge._plugin_callbacks
+    for callback in callbacks:
         callback(c_api=c_api)

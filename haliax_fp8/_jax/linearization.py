@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src.ad_util import Zero
-from jax._src.interpreters import ad
+from jax.interpreters.ad import Zero
 from jaxtyping import Array
 
 
@@ -21,6 +20,10 @@ def define_linearization(primitive: Any, linearize: Callable[..., tuple[Array, S
         linearize: `linearize(linear, *primals, **params)` returns the result, residuals, and a function of residuals
             and tangents (only those that `linear` says are not zero) that returns the result's tangent.
     """
+    try:
+        from jax._src.interpreters import ad
+    except ImportError:
+        return
     rules = getattr(ad, "primitive_linearizations", None)
     fallback = getattr(ad, "fallback_linearize_rule", None)
     expected = ["_prim", "_is_vjp", "_nonzeros", "primals", "params"]

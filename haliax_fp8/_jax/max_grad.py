@@ -20,24 +20,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import ad_util, core, dtypes, earray
-from jax._src.interpreters import pxla
-from jax._src.lax.lax import from_edtype_p, to_edtype_p
+from jax.core import ShapedArray
 from jax.interpreters import ad
 from jaxtyping import Array
 
+from .errors import NotDifferentiable
+from .mesh_axes import unchecked_axes
+from .private import needs
 
-class max_grad(dtypes.prng_key):
+
+with needs("the element type of FP8 state"):
+    from jax._src.dtypes import ExtendedDType
+
+
+class max_grad(jax.dtypes.prng_key):
     """The abstract type of `fp32_max_grad`, for `jnp.issubdtype`.
 
     Not a floating type, so that a loss that casts floating arrays of its model (mixed precision) leaves state alone.
-    A subtype of random keys because Haliax's `scan` indexes its arguments, and indexing supports no other extended
-    type.
+    A subtype of random keys because `haliax.take` and `haliax.unbind`, with which Haliax takes layers out of a stack,
+    call `jnp.take` in its default mode. JAX fills in a number there for indices out of bounds, and has one for no other
+    extended type. If both called `lax.dynamic_index_in_dim` for an integer instead, `jax.dtypes.extended` would do.
     """
 
 
-class max_grad_beside_keys(dtypes.extended):
+class max_grad_beside_keys(jax.dtypes.extended):
     """The same under `jax_debug_key_reuse`, which takes every subtype of random keys for a key that is used up."""
+
+
+class StateOutsideJit(TypeError):
+    """State in `fp32_max_grad` was about to leave a compiled program; there are no arrays of that type outside."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "FP8 state was cast to fp32_max_grad (with_max_gradients does so) outside of jax.jit, or in a program that "
+            "JAX runs operation by operation, as checkify does; but JAX has arrays of this type only inside a compiled "
+            "program. Put jax.jit or eqx.filter_jit around the function that takes the gradient. Called by itself, "
+            "haliax_fp8.filter_grad compiles the gradient"
+        )
 
 
 class _MaxGradRules:
@@ -77,32 +96,29 @@ class _MaxGradRules:
 
     @staticmethod
     def global_sharded_result_handler(aval, out_sharding, committed):
-        physical_aval = core.physical_aval(aval)
-        handler = pxla.global_result_handlers[core.ShapedArray](physical_aval, out_sharding, committed)
-        return handler.wrap(lambda data: earray.EArray(aval, data))
+        raise StateOutsideJit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _MaxGradDType(dtypes.ExtendedDType):
+class _MaxGradDType(ExtendedDType):
     """The element type.
 
     Args:
         float_dtype: The type that an element is stored in.
         scalar: The abstract type.
-        manual_axes: The mesh axes of the `shard_map` in which the state was cast.
-        knows_its_axes: Whether these are known. After a cast by `astype` they are not: its type is the same everywhere.
+        manual_axes: The mesh axes of the `shard_map` in which `to_max_grad` cast the state; () after a cast by
+            `astype`, whose type is the same everywhere.
     """
 
     float_dtype: np.dtype
     scalar: type = max_grad
     manual_axes: tuple[str, ...] = ()
-    knows_its_axes: bool = False
     _rules: ClassVar = _MaxGradRules
 
     @functools.cached_property
-    def element(self) -> core.ShapedArray:
+    def element(self) -> ShapedArray:
         """A single element as XLA sees it."""
-        return core.ShapedArray((), self.float_dtype)
+        return ShapedArray((), self.float_dtype)
 
     @property
     def type(self):
@@ -117,7 +133,6 @@ class _MaxGradDType(dtypes.ExtendedDType):
 
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
-        # Without `knows_its_axes`: outside of `shard_map`, state has one type, whoever cast it.
         return self.float_dtype, self.scalar, self.manual_axes
 
     @property
@@ -133,10 +148,10 @@ class _MaxGradDType(dtypes.ExtendedDType):
 
 
 fp32_max_grad = _MaxGradDType(np.dtype(np.float32))
-"""The element type: float32 whose cotangents JAX adds by maximum. Cast to it and from it with `astype`."""
+"""The element type: float32 whose cotangents JAX adds by maximum.
 
-# Outside `jit`, JAX adds cotangents by the class of their arrays, and has nothing for this one.
-ad_util.raw_jaxval_adders[earray.EArray] = lambda x, y: x.dtype._rules.add(x.dtype, x, y)
+Cast to it and from it with `astype`, inside a function that `jax.jit` compiles.
+"""
 
 
 def is_max_grad(x: object) -> bool:
@@ -146,7 +161,13 @@ def is_max_grad(x: object) -> bool:
 
 def to_max_grad(x: Array) -> Array:
     """Casts float32 to `fp32_max_grad`; returns `fp32_max_grad` unchanged."""
-    return x if is_max_grad(x) else _cast(x, _made_here(fp32_max_grad))
+    if is_max_grad(x):
+        return x
+    try:
+        return _cast(x, _made_here(fp32_max_grad))
+    except AssertionError as error:
+        # Inside a `shard_map` that is not compiled JAX checks a sharding first, which fails for any extended type.
+        raise StateOutsideJit from error
 
 
 def _made_here(dtype: _MaxGradDType) -> _MaxGradDType:
@@ -157,7 +178,7 @@ def _made_here(dtype: _MaxGradDType) -> _MaxGradDType:
 
 @functools.cache
 def _made_in(dtype: _MaxGradDType, scalar: type, manual_axes: tuple[str, ...]) -> _MaxGradDType:
-    return dataclasses.replace(dtype, scalar=scalar, manual_axes=manual_axes, knows_its_axes=True)
+    return dataclasses.replace(dtype, scalar=scalar, manual_axes=manual_axes)
 
 
 def to_dtype_of(x: Array, like: Any) -> Array:
@@ -165,35 +186,52 @@ def to_dtype_of(x: Array, like: Any) -> Array:
     return _cast(x, like.dtype) if is_max_grad(like) else to_float32(x)
 
 
-def _cast(x: Array, dtype: _MaxGradDType) -> Array:
-    return to_edtype_p.bind(x, edtype=dtype)
+def _cast(x: Array, dtype: Any) -> Array:
+    return lax.convert_element_type(x, dtype)
 
 
 def to_float32(x: Array) -> Array:
     """Casts to float32 from any floating element type, `fp32_max_grad` included."""
-    if isinstance(x.dtype, _MaxGradDType):
-        # `convert_element_type` would ask NumPy whether there is anything to convert.
-        return from_edtype_p.bind(x, dtype=np.dtype(np.float32))
     return lax.convert_element_type(x, jnp.float32)
 
 
-class StateNotDifferentiated(ValueError):
-    """A layer was differentiated without its state, because JAX or Equinox treated the state like integers."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "an FP8 layer was differentiated and its state was not, which would lose its amaxes: a function with a "
-            "custom derivative of Equinox calls the layer, and takes state for a constant. Such are "
-            "eqx.filter_custom_jvp and filter_custom_vjp, solvers of Optimistix, and all adjoints of Diffrax but "
-            "diffrax.DirectAdjoint(), which is exact. Use that, or take the gradient with eqx.filter_grad, where state "
-            "is float32 like any parameter"
-        )
+LOST_STATE = (
+    "an FP8 layer was differentiated and its state was not, which would lose its amaxes: a function with a custom "
+    "derivative of Equinox calls the layer, and takes state for a constant. Such are eqx.filter_custom_jvp and "
+    "filter_custom_vjp, checkpointed loops, solvers of Optimistix, and all adjoints of Diffrax but "
+    'diffrax.DirectAdjoint(), which is exact. Use that; for a loop, equinox.internal.while_loop with kind="bounded" or '
+    'scan with kind="lax"; or take the gradient with eqx.filter_grad, where state is float32 like any parameter'
+)
+"""The message if JAX or Equinox treated state like integers."""
 
 
 def require_differentiated_state(state: Any, is_linear: bool) -> None:
     """Raises if a kernel has a tangent but its state has none, although a gradient of both is taken."""
     if not is_linear and is_max_grad(state):
-        raise StateNotDifferentiated
+        raise NotDifferentiable(LOST_STATE)
+
+
+def require_gradient_inside(state: Any) -> None:
+    """Raises if state was cast outside the surrounding `shard_map` with `check_vma=False`.
+
+    Its gradient is taken outside as well then, where JAX would add the amaxes of all devices.
+
+    Args:
+        state: The state whose gradient is wanted.
+
+    Raises:
+        ValueError: With the remedy; also if the state was cast with `astype`, whose type does not say where.
+    """
+    if not is_max_grad(state):
+        return
+    axes = unchecked_axes()
+    if any(axis not in state.dtype.manual_axes for axis in axes):
+        raise NotDifferentiable(
+            f"a gradient is taken outside of shard_map over {axes} with check_vma=False, where JAX would sum the "
+            "amaxes of all devices. Take the gradient inside shard_map, or use check_vma=True. If it is taken inside, "
+            "its state was cast with astype, which does not say where: cast it with "
+            "haliax_fp8.training.with_max_gradients"
+        )
 
 
 def require_transposed_state(state: Any, others: Sequence[Any]) -> None:

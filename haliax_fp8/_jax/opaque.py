@@ -14,15 +14,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import config
-from jax._src.interpreters import partial_eval as pe
-from jax._src.util import cache
 from jax.api_util import debug_info
+from jax.core import ShapedArray
+from jax.extend import linear_util
 from jax.extend.core import Literal, Primitive, jaxpr_as_fun
-from jax.extend.linear_util import wrap_init
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 from jaxtyping import Array
+
+from .compiled_alone import compile_alone
+from .errors import NotDifferentiable
+from .private import needs
 
 
 # Names the arguments in JAX's messages.
@@ -55,9 +57,10 @@ def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> 
 
     # JAX's own cache, which is cleared with JAX's others, and tells contexts such as meshes apart. `jit` could trace
     # too, but it walks the trees of arguments some twenty times.
-    @cache()
-    def traced(structure: Any, static: Any, avals: tuple[Any, ...]) -> tuple[Any, Any]:
+    @linear_util.cache
+    def traced(key: Any, structure: Any, static: Any, avals: tuple[Any, ...]) -> tuple[Any, Any]:
         """The program, as a function of leaves, and the structure of its results."""
+        del key
         found = []
 
         def of_leaves(*leaves: Any) -> Sequence[Any]:
@@ -65,10 +68,10 @@ def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> 
             found.append(of_results)
             return results
 
-        about = debug_info(primitive.name, function, avals, {}, signature=_OF_LEAVES)
-        wrapped = wrap_init(of_leaves, debug_info=about)
-        jaxpr, _, constants = trace_to_jaxpr_dynamic(wrapped, avals, lower=True)
-        return jaxpr.with_consts(constants), found[0]
+        return _traced(primitive.name, function, of_leaves, avals), found[0]
+
+    # The cache takes functions in this form.
+    key = linear_util.wrap_init(function, debug_info=debug_info(primitive.name, function, (), {}, signature=_OF_LEAVES))
 
     @functools.cache
     def mapped() -> Callable[..., Any]:
@@ -85,7 +88,7 @@ def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> 
         out_axes = _mapped_results(jaxpr, [axis is not None for axis in axes])
         return mapped()(*leaves, axes=tuple(axes), out_axes=out_axes, jaxpr=jaxpr), out_axes
 
-    primitive.def_impl(lambda *leaves, jaxpr: _compiled(jaxpr)(*leaves))
+    compile_alone(primitive)
     primitive.def_abstract_eval(lambda *avals, jaxpr: jaxpr.out_avals)
     mlir.register_lowering(primitive, functools.partial(_lowered, name=primitive.name))
     ad.primitive_jvps[primitive] = functools.partial(jvp, primitive)
@@ -94,7 +97,7 @@ def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> 
     @functools.wraps(function)
     def call(*args: Any, **static: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        jaxpr, of_results = traced(structure, tuple(sorted(static.items())), tuple(map(jax.typeof, leaves)))
+        jaxpr, of_results = traced(key, structure, tuple(sorted(static.items())), tuple(map(jax.typeof, leaves)))
         return jax.tree.unflatten(of_results, primitive.bind(*leaves, jaxpr=jaxpr))
 
     return call
@@ -105,18 +108,21 @@ def _lowered(ctx: Any, *leaves: Any, name: str, jaxpr: Any) -> Any:
     return mlir.core_call_lowering(ctx, *leaves, name=name, call_jaxpr=jaxpr)
 
 
-@cache()
-def _compiled(jaxpr: Any) -> Callable[..., Any]:
-    """A traced function, compiled for calls outside `jit`."""
-    return jax.jit(jaxpr_as_fun(jaxpr))
+def _traced(name: str, function: Callable[..., Any], of_leaves: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """The program of a function of leaves, as primitives keep it.
 
+    A Pallas kernel is traced with references, which JAX removes with `lower=True`.
 
-def _low(jaxpr: Any) -> Any:
-    """A traced function as primitives keep it: a Pallas kernel is traced with references, which JAX later removes.
-
-    On versions of JAX without `lower_jaxpr2` there is nothing to do.
+    Args:
+        name: What it is called in JAX's messages.
+        function: The function that was written, for these messages.
+        of_leaves: The same as a function of arrays that returns a sequence of arrays.
+        avals: The types of its arguments.
     """
-    return pe.lower_jaxpr2(jaxpr) if getattr(jaxpr, "is_high", False) else jaxpr
+    about = debug_info(name, function, tuple(avals), {}, signature=_OF_LEAVES)
+    wrapped = linear_util.wrap_init(of_leaves, debug_info=about)
+    jaxpr, _, constants = trace_to_jaxpr_dynamic(wrapped, avals, lower=True)
+    return jaxpr.with_consts(constants)
 
 
 def _mapped_results(jaxpr: Any, are_mapped: Sequence[bool]) -> tuple[int | None, ...]:
@@ -144,7 +150,7 @@ def _constant(primitive: Primitive, primals: Any, tangents: Any, **params: Any) 
 
 def _refuse(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
     del primitive, primals, tangents, params
-    raise ValueError(
+    raise NotDifferentiable(
         "an FP8 product was differentiated twice: the derivative of its gradient (a Hessian, a Hessian-vector "
         "product) is not defined, because the gradient's operands are rounded to FP8. Compute second derivatives with "
         "the layers in high precision: restore_linear_layers(model) gives the same model without FP8"
@@ -158,15 +164,20 @@ def on_one_device(function: Callable[..., Array], *arrays: Array) -> Array:
     statement of which results do. A Pallas kernel does not communicate, so it need not know; the caller marks the
     result as varying.
     """
-    with config._check_vma(False):
-        traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
-    (result,) = _on_one_device_p.bind(*arrays, jaxpr=_low(traced))
+    with needs("a grouped product in a Pallas kernel"):
+        from jax._src import config
+
+        unchecked = config._check_vma
+    with unchecked(False):
+        avals = [ShapedArray(x.shape, x.dtype) for x in arrays]
+        jaxpr = _traced(_on_one_device_p.name, function, lambda *arrays: [function(*arrays)], avals)
+    (result,) = _on_one_device_p.bind(*arrays, jaxpr=jaxpr)
     return result
 
 
 _on_one_device_p = Primitive("fp8_on_one_device")
 _on_one_device_p.multiple_results = True
-_on_one_device_p.def_impl(lambda *arrays, jaxpr: jax.jit(jaxpr_as_fun(jaxpr))(*arrays))
+compile_alone(_on_one_device_p)
 _on_one_device_p.def_abstract_eval(lambda *avals, jaxpr: jaxpr.out_avals)
 mlir.register_lowering(_on_one_device_p, functools.partial(_lowered, name=_on_one_device_p.name))
 batching.primitive_batchers[_on_one_device_p] = lambda arrays, axes, *, jaxpr: (

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.sharding_impls import ShardingContext
 from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
+from .after_partitioning import is_divided_by_shardy
 from .xla import Programs, barrier_p
 
 
@@ -58,8 +58,7 @@ batching.primitive_batchers[as_made_p] = lambda args, axes: (as_made_p.bind(jnp.
 
 
 def _as_made_lowered(context: Any, x: Any) -> Any:
-    axes = context.module_context.axis_context
-    if not (isinstance(axes, ShardingContext) and axes.num_devices > 1 and jax.config.jax_use_shardy_partitioner):
+    if not is_divided_by_shardy(context):
         return [x]
     (x,) = mlir.lower_fun(_largest_first, multiple_results=False)(context, x)
     return [sdy.PropagationBarrierOp(x, _FORWARD).result]

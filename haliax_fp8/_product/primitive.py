@@ -29,9 +29,13 @@ from .._jax.after_partitioning import lower_with_devices
 from .._jax.explicit_axes import aval_of_result, with_automatic_axes
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
-from .._jax.max_grad import require_differentiated_state, require_transposed_state, to_dtype_of
+from .._jax.max_grad import (
+    require_differentiated_state,
+    require_gradient_inside,
+    require_transposed_state,
+    to_dtype_of,
+)
 from .._jax.mesh_axes import all_varying, varying_axes
-from .._jax.unchecked_devices import require_gradient_inside, require_transposition_inside
 from .._numerics.quantized_array import QuantizedArray
 from .._state.record import repeated
 from .._state.require import warn_of_constant_state
@@ -222,7 +226,6 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
         warn_of_constant_state(spec.recipe)
     if update:
         require_transposed_state(tangents[2], tangents[1:2])
-        require_transposition_inside(tangents[2])
     state_axes = varying_axes(tangents[2]) if update else frozenset()
     gradients, new_state = backward(
         grad, residuals, extras, spec=spec, dtypes=(dx, dw), update=update, state_axes=state_axes

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._jax.donated import donated_inside
-from .._jax.messages import UNREADABLE_CACHE, UNUSED_DONATION, is_of_another_architecture, lacks_ptxas
+from .._jax.errors import UNREADABLE_CACHE, UNUSED_DONATION, is_of_another_architecture, lacks_ptxas
 from ..devices.xla_flags import XlaFlags
 from .compilable.device import CompilableDevice
 from .compilable.process import changed_process

@@ -379,7 +379,7 @@ def _require_alike(plain: Any, converted: Any) -> None:
             )
 
 
-# Jitted as a whole: outside, JAX cannot add gradients up by maximum.
+# Jitted as a whole: outside, JAX has no arrays whose gradients add up by maximum.
 @eqx.filter_jit
 def _compared(
     plain: Any,

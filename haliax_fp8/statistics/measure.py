@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._jax.raised_in import calls_users_function
+from .._jax.errors import calls_users_function
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
 from ..layers.default import default_rules

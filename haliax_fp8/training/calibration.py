@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._jax.raised_in import calls_users_function
+from .._jax.errors import calls_users_function
 from .._state.marker import OverwriteWithGradient, is_state
 from .._state.op_state import AbstractOp, OpState
 from ..layers.calls import with_calls_of

@@ -16,7 +16,7 @@ from haliax.quantization import CustomGradientAccumulation
 from jax.sharding import PartitionSpec
 
 from .._jax.constraint import automatic_mesh, divided
-from .._jax.messages import is_about_mapped_mesh_axis
+from .._jax.errors import is_about_mapped_mesh_axis
 from .._state.marker import OverwriteWithGradient
 from .reduction import ReduceOnce
 

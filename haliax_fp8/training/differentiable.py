@@ -6,42 +6,56 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._jax.max_grad import StateNotDifferentiated
-from .._jax.messages import is_about_cast, is_about_linear_transpose, is_about_structure, is_about_sum, rejects_max_grad
-from .._jax.raised_in import by_users_assertion, calls_users_function, in_checkpointed_loop, in_custom_derivative
+from .._jax.errors import (
+    NotDifferentiable,
+    calls_users_function,
+    is_about_cast,
+    is_about_linear_transpose,
+    is_about_structure,
+    is_about_sum,
+)
+from .._jax.max_grad import LOST_STATE, StateOutsideJit
 from .._state.op_state import OpState
 
 
 @calls_users_function
-def differentiable[T](gradients_of: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """The result of `gradients_of(*args, **kwargs)`, as one program where JAX cannot differentiate step by step.
+def differentiable[T](gradients_of: Callable[..., T], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> T:
+    """The result of `gradients_of(*args, **kwargs)`, which is compiled if it is called outside of `jit`.
+
+    If it fails, the plain gradient is traced too: an error that it does not raise is about the type of state.
 
     Args:
-        gradients_of: Takes a gradient.
-        *args: Its arguments.
-        **kwargs: Its arguments.
+        gradients_of: Takes a gradient with state in `fp32_max_grad`.
+        plain: Takes the same gradient with state in float32.
+        *args: Their arguments.
+        **kwargs: Their arguments.
 
     Raises:
         ValueError: If JAX cannot differentiate it, with the construct and what to use instead.
     """
-    whole = False
-    while True:
-        try:
-            if not whole:
-                return gradients_of(*args, **kwargs)
-            with jax.disable_jit(False):
-                return eqx.filter_jit(gradients_of)(*args, **kwargs)
-        except StateNotDifferentiated:
+    try:
+        return _in_one_program(gradients_of, *args, **kwargs)
+    except (NotDifferentiable, StateOutsideJit):
+        raise
+    except (ValueError, TypeError, AssertionError, NotImplementedError, KeyError) as error:
+        if not _is_about_state(plain, *args, **kwargs):
             raise
-        except (ValueError, TypeError, AssertionError, NotImplementedError, KeyError) as error:
-            if not whole and _needs_one_program(error):
-                whole = True
-                continue
-            if whole and isinstance(error, NotImplementedError) and _looks_for_nans():
+        raise ValueError(_explanation(error)) from error
+
+
+def _in_one_program[T](gradients_of: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    try:
+        return gradients_of(*args, **kwargs)
+    except StateOutsideJit:
+        pass
+    with jax.disable_jit(False):
+        try:
+            return eqx.filter_jit(gradients_of)(*args, **kwargs)
+        except StateOutsideJit as error:
+            # JAX looks for a NaN in a program by running it again, operation by operation.
+            if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
                 raise FloatingPointError(_NAN) from error
-            if (reason := _explanation(error)) is None:
-                raise
-            raise ValueError(reason) from error
+            raise
 
 
 _NAN = (
@@ -50,37 +64,27 @@ _NAN = (
 )
 
 
-def _looks_for_nans() -> bool:
-    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
-
-
-def _needs_one_program(error: Exception) -> bool:
-    """Whether the gradient was taken operation by operation, which JAX cannot always do with the type of state."""
-    if by_users_assertion(error):
+def _is_about_state(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether an error is about state, from what the plain gradient says: nothing, or that FP8 is the reason."""
+    try:
+        eqx.filter_eval_shape(plain, *args, **kwargs)
+    except NotDifferentiable:
+        return True
+    except Exception:  # noqa: BLE001 - the user's function may raise anything
         return False
-    return isinstance(error, AssertionError | NotImplementedError) or (
-        jax.config.jax_disable_jit and rejects_max_grad(error)
-    )
+    return True
 
 
-def _explanation(error: Exception) -> str | None:
-    """What to do instead; None if the error is not about state."""
-    if in_checkpointed_loop(error):
-        return (
-            "Equinox's checkpointed loop adds up the gradients of its steps, but FP8 state needs their maximum. Use "
-            'equinox.internal.while_loop with kind="bounded", or scan with kind="lax"; with Diffrax, '
-            "adjoint=diffrax.DirectAdjoint()"
-        )
-    if in_custom_derivative(error):
-        return str(StateNotDifferentiated())
+def _explanation(error: Exception) -> str:
+    """What to do instead."""
+    if isinstance(error, AssertionError):
+        return LOST_STATE
     if is_about_structure(error, holding=OpState):
         return (
             f"{error}\nIf the function assembles its model from parts, and share_input_scales marked it: a part has "
             "the scale that layers share, and the other has none. Pass the whole model, or use "
             "separate_input_scales(model)"
         )
-    if not rejects_max_grad(error):
-        return None
     if is_about_linear_transpose(error):
         return (
             "jax.lax.custom_root transposes only functions of floats, and FP8 state is not a float. Take the gradient "

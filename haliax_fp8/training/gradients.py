@@ -7,8 +7,8 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._jax.max_grad import StateNotDifferentiated, is_max_grad
-from .._jax.raised_in import calls_users_function
+from .._jax.errors import NotDifferentiable, calls_users_function
+from .._jax.max_grad import LOST_STATE, is_max_grad
 from .._jax.reached import Reached, depends_on, noticed
 from .._product.kernel_copies import KernelCopies
 from .._state.all_records import record_states, records_of_part
@@ -33,8 +33,10 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
     does if Equinox takes state for a constant (`filter_custom_jvp`, implicit solvers). There, `eqx.filter_grad` works,
     and sums the newest amaxes.
 
-    Where JAX cannot differentiate this outside `jit`, the function is called again, as one program. If the
-    loss does not use all layers, it is traced once more without being differentiated: state must not be lost unnoticed.
+    Outside of `jit` the gradient is compiled, with `jax.disable_jit` too, because state of this type exists only inside
+    a compiled program. If the loss does not use all layers, it is traced once more without being differentiated: state
+    must not be lost unnoticed. If it raises an error, a plain gradient is traced to find out whether state is the
+    reason.
 
     Args:
         function: `function(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`.
@@ -108,10 +110,20 @@ def with_complete_states[G](model: Any, gradients: G) -> G:
     return with_calls_of(jax.tree.unflatten(structure, new), gradients)
 
 
-def _value_and_grad(
-    function: Callable[..., Any], complete: Callable[[list[OpState], list[Any]], list[Any]], *, has_aux: bool
-) -> Callable[..., Any]:
-    def once(model: Any, *args: Any, **kwargs: Any) -> Any:
+class _ValueAndGrad(eqx.Module):
+    """Takes the gradient of `function`; a module, so that `eqx.filter_jit` knows that of the same function again.
+
+    Args:
+        function: As in `filter_value_and_grad`.
+        complete: Takes states and their gradients, which are records, and returns the gradients to hand on.
+        has_aux: As in `filter_value_and_grad`.
+    """
+
+    function: Callable[..., Any]
+    complete: Callable[[list[OpState], list[Any]], list[Any]]
+    has_aux: bool
+
+    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_copies)
         indices = [i for i, leaf in enumerate(leaves) if _is_whole_table(leaf)]
         states, own, reached = [leaves[i] for i in indices], frozenset(indices), Reached()
@@ -123,7 +135,7 @@ def _value_and_grad(
                 leaves = _replaced(leaves, indices, _noticed([leaves[i] for i in indices], reached))
             # Records have the element type already; other state may not.
             leaves = [leaf if i in own else _with_max_gradients(leaf) for i, leaf in enumerate(leaves)]
-            return function(jax.tree.unflatten(structure, leaves), *args, **kwargs)
+            return self.function(jax.tree.unflatten(structure, leaves), *args, **kwargs)
 
         def is_read_by_loss() -> list[Any]:
             """Whether the loss depends on each array of the leaves."""
@@ -135,28 +147,35 @@ def _value_and_grad(
             """The states that get no gradient even if they are floats like any other."""
             differentiated, rest = parts_with(states)
             loss = functools.partial(of, rest=rest, reached=(plain := Reached()))
-            jax.eval_shape(jax.grad(loss, has_aux=has_aux, allow_int=True), differentiated)
+            jax.eval_shape(jax.grad(loss, has_aux=self.has_aux, allow_int=True), differentiated)
             return plain.missing
 
         differentiated, rest = parts_with(record_states(states))
         loss = functools.partial(of, rest=rest, reached=reached)
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
-        value, gradients = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(differentiated)
+        value, gradients = jax.value_and_grad(loss, has_aux=self.has_aux, allow_int=True)(differentiated)
         used = None
         if reached.missing:
             used = _require_none_lost(reached.missing, is_read_by_loss, indices, missing_in_plain_gradient)
-        gradients = _replaced(gradients, indices, complete(states, [gradients[i] for i in indices]))
+        gradients = _replaced(gradients, indices, self.complete(states, [gradients[i] for i in indices]))
         # Copies of kernels are those of this step's weights, which have the gradient.
         gradients = [None if isinstance(leaf, KernelCopies) else leaf for leaf in gradients]
         gradients = jax.tree.unflatten(structure, gradients)
         return value, gradients if used is None else with_calls(gradients, jax.tree.unflatten(structure, used))
+
+
+def _value_and_grad(
+    function: Callable[..., Any], complete: Callable[[list[OpState], list[Any]], list[Any]], *, has_aux: bool
+) -> Callable[..., Any]:
+    gradients_of = _ValueAndGrad(function, complete, has_aux)
+    plain = eqx.filter_grad(function, has_aux=has_aux)
 
     @calls_users_function
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, eqx.Module):
             require_model_first(model, function, "filter_grad(loss_fn)(model, *batch)")
         require_calibrated(model, wait=False)
-        return differentiable(once, model, *args, **kwargs)
+        return differentiable(gradients_of, plain, model, *args, **kwargs)
 
     return take
 
@@ -196,7 +215,7 @@ def _require_none_lost(
     except Exception:  # noqa: BLE001 - the gradient worked, of a function that perhaps no trace can follow
         return None
     if lost:
-        raise StateNotDifferentiated
+        raise NotDifferentiable(LOST_STATE)
     return used
 
 
@@ -225,7 +244,16 @@ def _is_whole_table(node: Any) -> bool:
 def with_max_gradients[T](tree: T) -> T:
     """The tree with its state in the element type whose gradients accumulate by maximum.
 
-    `filter_grad` does this at the top of the differentiated function; call it if you write that function yourself.
+    `filter_grad` does this at the top of the differentiated function; call it if you write that function yourself,
+    and compile the gradient with `jax.jit` or `eqx.filter_jit`. JAX's errors that name `float32_max_grad` are about
+    constructs that `filter_grad` refuses in its own words: a `cond` per example under `vmap` ("reduce_sum does not
+    accept dtype"), a `custom_vjp` under `vmap` ("Cannot interpret ... as a data type"), a static slice of state.
+
+    Args:
+        tree: A model, or any tree.
+
+    Raises:
+        TypeError: Outside of `jit`, where JAX has no arrays of that type.
     """
     return jax.tree.map(_with_max_gradients, tree, is_leaf=is_state)
 

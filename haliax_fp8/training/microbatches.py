@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Key
 
 from .._jax.constraint import whole_in_front
-from .._jax.raised_in import calls_users_function
+from .._jax.errors import calls_users_function
 from ..layers.quantized_kernels import without_kernel_copies
 from .device_parts import DeviceParts
 from .gradients import filter_value_and_grad, value_and_grad_of_part, with_complete_states

@@ -13,7 +13,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
-from .._jax.raised_in import calls_users_function
+from .._jax.errors import calls_users_function
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
 from ..layers.config import Fp8Config

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax.messages import is_about_deleted_array
+from .._jax.errors import is_about_deleted_array
 from .._numerics.require import require_bool
 from .._op import Fp8DotGeneral
 from .._state.marker import is_state

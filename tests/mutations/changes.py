@@ -986,8 +986,8 @@ CHANGES = (
     Change(
         "state whose gradient Equinox drops counts as unused",
         "training/gradients.py",
-        "if lost:\n        raise StateNotDifferentiated",
-        "if False:\n        raise StateNotDifferentiated",
+        "if lost:\n        raise NotDifferentiable(",
+        "if False:\n        raise NotDifferentiable(",
         ("test_ways.py::test_state_that_equinox_loses_is_refused",),
     ),
     Change(

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import haliax_fp8 as fp8
 from haliax_fp8.recipes import CurrentScaling, NVFP4Scaling, Recipe
+from haliax_fp8.training import with_max_gradients
 
 
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -78,21 +79,36 @@ def test_one_maximum_over_devices_serves_all_operands(gradient, check_vma):
     assert maxima_over_devices(take, model, x) == 1
 
 
-@pytest.mark.parametrize("taken", ["inside", "outside", "outside, cast inside"])
-def test_casts_by_the_caller(taken):
-    """By `astype`, to a type that does not say where it was made."""
+def with_astype(model):
+    return jax.tree.map(lambda x: x.astype(fp8.fp32_max_grad), model[0]), model[1]
+
+
+@pytest.mark.parametrize(
+    "cast, taken",
+    [
+        (with_astype, "inside"),
+        (with_astype, "outside"),
+        (with_astype, "outside, cast inside"),
+        (with_max_gradients, "inside"),
+        (with_max_gradients, "outside"),
+    ],
+)
+def test_casts_by_the_caller(cast, taken):
+    """`astype` casts to a type that does not say where it was made, so it is refused wherever it was."""
     model, x, mesh = problem("delayed")
-    cast = lambda model: (jax.tree.map(lambda x: x.astype(fp8.fp32_max_grad), model[0]), model[1])
     specs = dict(mesh=mesh, out_specs=P(), check_vma=False)
     each = lambda model, x: loss(cast(model) if taken == "outside, cast inside" else model, x)
     around = jax.shard_map(lambda model, x: lax.psum(each(model, x), "rows"), in_specs=(P(), P("rows")), **specs)
     outside = jax.grad(lambda model: around(cast(model) if taken == "outside" else model, x))
-    if taken != "inside":
-        with pytest.raises(ValueError, match="Take the gradient inside shard_map, or use check_vma=True"):
-            jax.jit(outside)(model)
-        return
     inside = lambda model, x: jax.grad(lambda model: loss(cast(model), x))(model)[0]
-    op = jax.jit(jax.shard_map(inside, in_specs=(P(), P("rows")), **specs))(model, x)
+    take = jax.jit(jax.shard_map(inside, in_specs=(P(), P("rows")), **specs) if taken == "inside" else outside)
+    args = (model, x) if taken == "inside" else (model,)
+    if cast is with_astype or taken != "inside":
+        remedy = "Take the gradient inside shard_map, or use check_vma=True.*cast it with .*with_max_gradients"
+        with pytest.raises(ValueError, match=remedy):
+            take(*args)
+        return
+    op = take(*args)
     whole, _ = eqx.filter_jit(fp8.filter_grad(loss))(model, x)
     np.testing.assert_array_max_ulp(np.asarray(op.state.array), np.asarray(whole.state.array), 2)
 

@@ -164,9 +164,13 @@ def test_a_use_whose_output_gradient_is_zero_is_recorded(kind, gradient):
 @pytest.mark.parametrize("errors", ["user_checks", "float_checks"])
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_checkify(gradient, errors, recipe):
-    """Checks of the user's and of JAX see what is around the products; gradients are the same."""
+    """Checks of the user's and of JAX see what is around the products; gradients are the same.
+
+    Without `jit` checkify runs operation by operation, and the error for a gradient of ours says to add it.
+    """
     model, x = two_layers(recipe), hax.ones((Batch, In))
 
+    @jax.jit
     def checked(x):
         checkify.check(x.sum().scalar() < 1e9, "too large")
         return eqx.filter(gradient(loss)(model, x), eqx.is_array)
@@ -181,8 +185,8 @@ def test_checkify(gradient, errors, recipe):
         with pytest.raises(ValueError, match="too large"):
             error.throw()
     else:
-        error, _ = checkify.checkify(lambda x: gradient(loss)(model, x).second.bias, errors=checkify.float_checks)(
-            jnp.nan * x
-        )
+        error, _ = checkify.checkify(
+            jax.jit(lambda x: gradient(loss)(model, x).second.bias), errors=checkify.float_checks
+        )(jnp.nan * x)
         with pytest.raises(ValueError, match="nan"):
             error.throw()

@@ -343,7 +343,6 @@ def ode(adjoint):
 
 @pytest.mark.parametrize("adjoint", ["RecursiveCheckpointAdjoint", "BacksolveAdjoint"])
 def test_adjoints_that_take_state_for_a_constant_are_refused_by_name(adjoint):
-    """Found by a private name of Equinox, see `_jax/raised_in.py`."""
     with pytest.raises(ValueError, match="all adjoints of Diffrax but diffrax.DirectAdjoint"):
         fp8.filter_grad(ode(adjoint))(LAYER, X)
 
@@ -422,17 +421,53 @@ def test_debug_key_reuse(jit):
         np.testing.assert_array_equal(newest(jit(fp8.filter_grad(batched))(LAYER, X)), expected)
 
 
-def test_errors_of_the_function_itself_are_the_users():
+@jitted_or_not
+def test_errors_of_the_function_itself_are_the_users(jit):
     def loss(layer, x):
         assert x.shape == (3, 4), "three rows"
         return batched(layer, x)
 
-    calls = []
     with pytest.raises(AssertionError, match="three rows"):
-        fp8.filter_grad(lambda *args: calls.append(1) or loss(*args))(LAYER, X)
-    assert len(calls) == 1
+        jit(fp8.filter_grad(loss))(LAYER, X)
     with pytest.raises(ValueError, match="broadcast"):
-        fp8.filter_grad(lambda layer, x: (jax.vmap(layer)(x) + jnp.ones(3)).sum())(LAYER, X)
+        jit(fp8.filter_grad(lambda layer, x: (jax.vmap(layer)(x) + jnp.ones(3)).sum()))(LAYER, X)
+
+
+@jitted_or_not
+@pytest.mark.parametrize("mode", ["off", "tracebackhide", "remove_frames", "quiet_remove_frames"])
+def test_whose_assertion_failed_does_not_depend_on_the_frames_that_jax_shows(mode, jit):
+    """Equinox asserts without a message, and so may the user."""
+    call = with_filter_custom_jvp(with_custom_vjp(lambda op, w, x, flag: op(x, w, (((1,), (0,)), ((), ())))))
+    of_equinox = lambda layer, x: call(layer.dot_general, layer.weight.T, x, jnp.asarray(True)).sum()
+
+    def of_user(layer, x):
+        out = batched(layer, x)
+        assert out.shape == (1,)
+        return out
+
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", mode)
+    try:
+        with pytest.raises(AssertionError):
+            jit(fp8.filter_grad(of_user))(LAYER, X)
+        with pytest.raises(ValueError, match="custom derivative of Equinox.*eqx.filter_grad"):
+            jit(fp8.filter_grad(of_equinox))(LAYER, X)
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+
+
+def test_a_gradient_outside_of_jit_is_compiled_once_for_each_loss():
+    """A loop without `jit` asks for a new gradient function of the same loss every time."""
+    calls = []
+
+    def loss(layer, x):
+        calls.append(jax.typeof(x))
+        return batched(layer, x)
+
+    for i in range(3):
+        found = fp8.filter_grad(loss)(LAYER, X * i)
+        np.testing.assert_array_equal(newest(found)[0], np.abs(X * i).max())
+    assert len(calls) == 1
 
 
 @jitted_or_not

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -26,6 +25,7 @@ from ..._jax.compiled_alone import compile_alone
 from ..._jax.explicit_axes import aval_of_result
 from ..._jax.lowered_by_platform import lower_by_platform
 from ..._jax.mapped_axis import to_front
+from ..._jax.private import needs
 from . import emulated
 from .emulated import AttentionSpec, TensorScales
 
@@ -199,17 +199,10 @@ def _names(spec: Any) -> tuple[Any, ...]:
 
 def _private(primitive: str) -> tuple[Callable[..., Any], int]:
     """JAX's private primitive of a call, and cuDNN's number for the layout `[batch, tokens, heads, head_dim]`."""
-    try:
-        # Here, so that only a program for a GPU needs it.
+    with needs("Fp8Attention on a GPU"):
         from jax._src.cudnn import fused_attention_stablehlo
 
         return getattr(fused_attention_stablehlo, primitive).bind, fused_attention_stablehlo.AttentionLayout.BTNH.value
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"Fp8Attention on a GPU needs {primitive} of jax._src.cudnn.fused_attention_stablehlo, which JAX 0.11 and "
-            f"0.12 have, but not the installed JAX {jax.__version__}. Install one of these, or use "
-            "jax.nn.dot_product_attention in bfloat16"
-        ) from error
 
 
 # --- The primitives ---------------------------------------------------------------------------------------------------

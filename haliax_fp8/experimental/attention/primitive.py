@@ -25,10 +25,15 @@ from ..._jax.after_partitioning import lower_with_devices
 from ..._jax.explicit_axes import aval_of_result
 from ..._jax.linearization import define_linearization
 from ..._jax.mapped_axis import to_front
-from ..._jax.max_grad import require_differentiated_state, require_transposed_state, to_dtype_of, to_float32
+from ..._jax.max_grad import (
+    require_differentiated_state,
+    require_gradient_inside,
+    require_transposed_state,
+    to_dtype_of,
+    to_float32,
+)
 from ..._jax.mesh_axes import all_varying, axes_to_reduce, varying_axes
 from ..._jax.opaque import opaque
-from ..._jax.unchecked_devices import require_gradient_inside, require_transposition_inside
 from . import platforms
 from .emulated import OPERANDS, TENSORS, AttentionSpec, TensorScales, amax, reference
 
@@ -206,7 +211,6 @@ def _transpose(grad: Any, *args: Any, spec: AttentionSpec, linear: tuple[bool, .
     tangents, residuals = _unpack(args, linear)
     if linear[3]:
         require_transposed_state(tangents[3], tangents[:3])
-        require_transposition_inside(tangents[3])
     dtypes = tuple(t.aval.dtype if ad.is_undefined_primal(t) else spec.out_dtype for t in tangents[:3])
     gradients, cotangent = _backward(grad, residuals, spec=spec, dtypes=dtypes, update=linear[3])
     if cotangent is not None:

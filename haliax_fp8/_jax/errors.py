@@ -1,6 +1,41 @@
-"""What JAX's messages mean. JAX has no types for most of its errors, so their texts tell them apart."""
+"""Errors: what JAX's messages mean, one of our own, and what a traceback shows of the user's function.
 
-from .max_grad import fp32_max_grad
+JAX has no types for most of its errors, so their texts tell them apart. A text only chooses the words that explain an
+error: it never decides what a program does.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+
+
+class NotDifferentiable(ValueError):
+    """An FP8 product, or its state, cannot be differentiated here; the message says why and what to do."""
+
+
+def calls_users_function[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Marks a function that runs the user's: an error in there shows frames of the user, as under JAX's own functions.
+
+    Frames of the file that defines the function are hidden; `JAX_TRACEBACK_FILTERING=off` shows them. If the installed
+    JAX hides frames in another way, all of them are shown.
+
+    Args:
+        function: The function.
+    """
+    try:
+        from jax._src.traceback_util import api_boundary
+    except ImportError:
+        return function
+    _hide(inspect.unwrap(function).__code__.co_filename)
+    return api_boundary(function)
+
+
+# JAX keeps a list, to which each call would add.
+@functools.cache
+def _hide(filename: str) -> None:
+    from jax._src.traceback_util import register_exclusion
+
+    register_exclusion(filename)
 
 
 UNUSED_DONATION = "Some donated buffers were not usable"
@@ -9,23 +44,17 @@ UNUSED_DONATION = "Some donated buffers were not usable"
 UNREADABLE_CACHE = "Error reading persistent compilation cache"
 """The start of the warning that a cached program cannot be read back, such as one for an absent device."""
 
-
 # --- Errors of derivatives --------------------------------------------------------------------------------------------
-
-
-def rejects_max_grad(error: Exception) -> bool:
-    """Whether an operation does not accept `fp32_max_grad`."""
-    return _has(error, fp32_max_grad.name, "abstract method")
 
 
 def is_about_cast(error: Exception) -> bool:
     """Whether an array of an extended element type was cast to another type."""
-    return _has(error, "Cannot convert_element_type", "abstract method astype")
+    return _has(error, "Cannot convert_element_type")
 
 
 def is_about_sum(error: Exception) -> bool:
     """Whether an array of an extended element type was summed over an axis."""
-    return _has(error, "reduce_sum", "abstract method sum")
+    return _has(error, "reduce_sum")
 
 
 def is_about_linear_transpose(error: Exception) -> bool:
