@@ -8,7 +8,6 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Key
 
 from .._jax.constraint import whole_in_front
@@ -34,11 +33,6 @@ class StepInput(eqx.Module):
     batch: tuple[Any, ...]
     key: Key[Array, "*parts"] | None
     loss_key: Key[Array, "*parts"] | None
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether the step runs inside `jit`."""
-        return any(isinstance(x, Tracer) for x in jax.tree.leaves(self))
 
     def split(self, count: int, part: Callable[[Array], Array]) -> tuple["StepInput", "StepInput"]:
         """The arrays of all parts, along a new first axis; and the input that all parts share.

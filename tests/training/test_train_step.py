@@ -1,7 +1,9 @@
 """What people expect of a training step: auxiliary results, keys for the loss, statistics, errors with the remedy."""
 
 import dataclasses
+import os
 import re
+import sys
 
 import equinox as eqx
 import haliax as hax
@@ -12,6 +14,7 @@ import optax
 import pytest
 from helpers import unchecked
 
+import haliax_fp8
 from haliax_fp8 import (
     DelayedScaling,
     Fp8Config,
@@ -149,6 +152,52 @@ def test_a_microbatch_without_an_amax_does_not_keep_the_first_scale(value, loss)
         after = step(model, step.init(model), batch)[0].layers.layers[1].dot_general
         states.append((float(after.scale("input")), float(after.amax_history("input")[0])))
     assert states[0] == states[1] and states[0][0] < 1e-3
+
+
+# --- Work on the host -------------------------------------------------------------------------------------------------
+
+
+def calls_in_the_package(function):
+    """How often functions of this package are called while a function runs."""
+    package, count = os.path.dirname(haliax_fp8.__file__), 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        code = frame.f_code
+        # A generator expression counts as called for each item.
+        count += event == "call" and code.co_filename.startswith(package) and code.co_name != "<genexpr>"
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_second_step_does_not_look_at_layers_again(recipe):
+    """What the structure of a model decides is known from the first step: more layers take no more calls."""
+    counts = []
+    for depth in (1, 7):
+        model = fp8_linear_layers(eqx.nn.MLP(8, 8, 8, depth, key=KEY), recipe=recipe)
+        model, opt_state, _ = STEP(model, STEP.init(model), X)
+        counts.append(calls_in_the_package(lambda model=model, opt_state=opt_state: STEP(model, opt_state, X)))
+    assert counts[0] == counts[1] > 0
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_state_is_checked_in_every_step():
+    """Unlike structure, numbers may change between two steps. One layer is in bfloat16, with its state."""
+    times = lambda factor, tree: jax.tree.map(lambda x: factor * x if eqx.is_inexact_array(x) else x, tree)
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, MODEL.layers[1])
+    model = eqx.tree_at(lambda m: m.layers[1], MODEL, cast)
+    model, opt_state, _ = STEP(model, STEP.init(model), X)
+    changed = eqx.tree_at(lambda m: m.layers[0], model, times(0.9, model.layers[0]))
+    with pytest.raises(ValueError, match=r"FP8 state of layers\.0 was changed"):
+        STEP(changed, opt_state, X)
+    STEP(model, opt_state, X)
 
 
 # --- Statistics in the step's own pass -------------------------------------------------------------------------------
