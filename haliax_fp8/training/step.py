@@ -42,7 +42,7 @@ from .step_arguments import (
     require_order,
     require_state_of,
 )
-from .updates import apply_exact_updates, in_float32, trainable
+from .updates import apply_exact_updates, in_float32, trainable_part
 
 
 M = TypeVar("M")
@@ -137,7 +137,7 @@ class TrainStep(eqx.Module):
         require_no_kernel_copies(model)
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
-        opt_state = self.optimizer.init(trainable(model))
+        opt_state = self.optimizer.init(trainable_part(model))
         return opt_state if self.monitor is None else counted(opt_state)
 
     def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
@@ -222,9 +222,7 @@ class TrainStep(eqx.Module):
         require_call(self.loss_fn, batch, key, loss_key, call=call, before=(opt_state,))
         of_optimizer = opt_state.optimizer if isinstance(opt_state, CountedState) else opt_state
         leaves, structure = jax.tree.flatten((model, of_optimizer))
-        ops = _ops_of(structure)
-        if ops.have_kernel_copies:
-            require_no_kernel_copies(model)
+        ops = _checked_ops(structure)
         # State that is still being computed is not waited for.
         if not are_usable(tables_on_host([leaves[position] for position in ops.tables], wait=False)):
             require_calibrated(model, wait=False)
@@ -260,26 +258,27 @@ class _Ops(NamedTuple):
     Args:
         recipes: Their recipes, each once.
         tables: The positions of their tables among the leaves.
-        have_kernel_copies: Whether any op holds quantized kernels.
     """
 
     recipes: tuple[Recipe, ...]
     tables: tuple[int, ...]
-    have_kernel_copies: bool
 
 
 @functools.lru_cache
-def _ops_of(structure: jax.tree_util.PyTreeDef) -> _Ops:
-    """The ops of a model, from the structure of `(model, opt_state)`. Only the first step looks for them."""
+def _checked_ops(structure: jax.tree_util.PyTreeDef) -> _Ops:
+    """The ops of a model, from the structure of `(model, opt_state)`. Only the first step looks for them.
+
+    Raises:
+        ValueError: If the structure says that a step cannot train the model: it has quantized kernels, or its state is
+            in another part.
+    """
     # Every leaf becomes its position.
     model, _ = jax.tree.unflatten(structure, range(structure.num_leaves))
-    ops = all_ops(model)
-    tables = (op.state.table.array for op in ops if op.state is not None)
-    return _Ops(
-        recipes=tuple(recipes_of(model)),
-        tables=tuple(position for position in tables if position is not None),
-        have_kernel_copies=any(op.kernel_copies is not None for op in ops),
-    )
+    require_no_kernel_copies(model)
+    require_whole_state(model)
+    tables = (op.state.table.array for op in all_ops(model) if op.state is not None)
+    # Static scales may be in another part.
+    return _Ops(tuple(recipes_of(model)), tuple(position for position in tables if position is not None))
 
 
 def _run(kept: tuple[TrainStep, StepInput], leaves: list[Any], structure: Any) -> tuple[list[Any], Any, Metrics, Any]:
@@ -287,7 +286,7 @@ def _run(kept: tuple[TrainStep, StepInput], leaves: list[Any], structure: Any) -
     step, given = kept
     model, opt_state = jax.tree.unflatten(structure, leaves)
     of_batch, measured = _gradients(step, given, model)
-    params = trainable(model)
+    params = trainable_part(model)
     try:
         updates, opt_state = step.optimizer.update(of_batch.gradients, opt_state, params)
     except Exception as error:
