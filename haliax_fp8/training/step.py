@@ -265,7 +265,7 @@ class _Ops(NamedTuple):
 
 
 @functools.lru_cache
-def _checked_ops(structure: jax.tree_util.PyTreeDef) -> _Ops:
+def _checked_ops(structure: Any) -> _Ops:
     """The ops of a model, from the structure of `(model, opt_state)`. Only the first step looks for them.
 
     Raises:
@@ -276,7 +276,7 @@ def _checked_ops(structure: jax.tree_util.PyTreeDef) -> _Ops:
     model, _ = jax.tree.unflatten(structure, range(structure.num_leaves))
     require_no_kernel_copies(model)
     require_whole_state(model)
-    tables = (op.state.table.array for op in all_ops(model) if op.state is not None)
+    tables: list[Any] = [op.state.table.array for op in all_ops(model) if op.state is not None]
     # Static scales may be in another part.
     return _Ops(tuple(recipes_of(model)), tuple(position for position in tables if position is not None))
 

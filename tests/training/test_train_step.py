@@ -267,12 +267,13 @@ def test_between_the_steps_that_measure_runs_the_program_of_a_step_without_a_mon
 @pytest.mark.more
 def test_a_monitor_can_come_and_go():
     """A state with a count serves a step without a monitor, which counts on; one without a count begins at 0."""
+    measured = lambda metrics: any(name.startswith("fp8/") for name in metrics)
     plain, monitored = TrainStep(loss_fn, MOMENTUM), TrainStep(loss_fn, MOMENTUM, monitor=every(2))
     model, state, metrics = monitored(MODEL, plain.init(MODEL), X)
-    assert len(metrics) > 2
+    assert measured(metrics)
     model, state, metrics = plain(model, state, X)
-    assert int(state.steps) == 2 and len(metrics) == 2
-    assert len(monitored(model, state, X)[2]) > 2
+    assert int(state.steps) == 2 and not measured(metrics)
+    assert measured(monitored(model, state, X)[2])
     with pytest.raises(ValueError, match="inside jit there is only one.*quantization_statistics"):
         eqx.filter_jit(monitored)(model, state, X)
 
