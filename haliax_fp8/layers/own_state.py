@@ -1,5 +1,6 @@
 """On the host: whether only its own updates changed a model's state."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -84,6 +85,20 @@ def is_changed(state: Any, *, wait: bool = True) -> bool:
     return table is not None and scale_is_changed(table[..., 0], table[..., -1])
 
 
+def are_usable(tables: Sequence[np.ndarray]) -> bool:
+    """Whether only their own updates changed all these tables, and each of their scales is calibrated.
+
+    Args:
+        tables: From `tables_on_host`.
+    """
+    if not tables:
+        return True
+    columns = ([table[..., column].ravel() for table in tables] for column in (0, -1))
+    # Models may be cast to several dtypes.
+    scales, guards = (np.concatenate(column, dtype=np.float32, casting="unsafe") for column in columns)
+    return not np.isinf(scales).any() and not scale_is_changed(scales, guards)
+
+
 def table_on_host(state: Any, *, wait: bool = True) -> np.ndarray | None:
     """The numbers of an op's state; None if it is abstract, traced, deleted or not a state.
 
@@ -91,11 +106,25 @@ def table_on_host(state: Any, *, wait: bool = True) -> np.ndarray | None:
         state: Anything.
         wait: Whether to wait for state that is being computed; without it, such state gives None.
     """
-    table = state.table.array if isinstance(state, OpState) else None
-    if isinstance(table, jax.Array):
+    tables = tables_on_host([state.table.array], wait=wait) if isinstance(state, OpState) else []
+    return tables[0] if tables else None
+
+
+def tables_on_host(tables: Sequence[Any], *, wait: bool = True) -> list[np.ndarray]:
+    """The numbers of those tables that have any: not of abstract, traced and deleted ones.
+
+    Args:
+        tables: The tables of several states.
+        wait: As in `table_on_host`.
+    """
+    found: list[Any] = []
+    for table in tables:
+        if isinstance(table, np.ndarray):
+            found.append(table)
         # JAX's arrays have `is_ready`, but its types do not declare it.
-        if isinstance(table, Tracer) or table.is_deleted() or not (wait or getattr(table, "is_ready", lambda: True)()):
-            return None
-        # On several hosts each one has a copy of its own.
-        table = np.asarray(table if table.is_fully_addressable else table.addressable_data(0))
-    return table if isinstance(table, np.ndarray) else None
+        elif isinstance(table, jax.Array) and not isinstance(table, Tracer) and not table.is_deleted():
+            if wait or getattr(table, "is_ready", lambda: True)():
+                # On several hosts each one has a copy of its own.
+                found.append(table if table.is_fully_addressable else table.addressable_data(0))
+    # All copies from the device run at the same time.
+    return jax.device_get(found)

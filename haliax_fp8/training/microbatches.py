@@ -8,18 +8,16 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Key
 
 from .._jax.constraint import whole_in_front
 from .._jax.errors import calls_users_function
-from ..layers.quantized_kernels import without_kernel_copies
 from .device_parts import DeviceParts
 from .gradients import filter_value_and_grad, value_and_grad_of_part, with_complete_states
 from .keys import with_rounding_keys
 from .loss import loss_and_aux, scalar_loss
 from .reduction import ReduceOnce
-from .updates import accumulate_gradients, in_float32, partition_for_grad_overwrite, trainable
+from .updates import accumulate_gradients, in_float32, split_state, trainable_part
 
 
 class StepInput(eqx.Module):
@@ -34,11 +32,6 @@ class StepInput(eqx.Module):
     batch: tuple[Any, ...]
     key: Key[Array, "*parts"] | None
     loss_key: Key[Array, "*parts"] | None
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether the step runs inside `jit`."""
-        return any(isinstance(x, Tracer) for x in jax.tree.leaves(self))
 
     def split(self, count: int, part: Callable[[Array], Array]) -> tuple["StepInput", "StepInput"]:
         """The arrays of all parts, along a new first axis; and the input that all parts share.
@@ -99,7 +92,7 @@ def gradients_of_batch(
     devices = None if reduction is None else DeviceParts(reduction)
     if count == 1 and devices is None:
         (loss, aux), gradients = filter_value_and_grad(of_one, has_aux=True)(model, given)
-        return BatchGradients(loss, aux, *partition_for_grad_overwrite(gradients))
+        return BatchGradients(loss, aux, *split_state(gradients))
 
     value_and_grad = value_and_grad_of_part(of_one, has_aux=True)
 
@@ -132,10 +125,8 @@ def gradients_of_batch(
         (loss, gradients), others = jax.lax.scan(accumulate, (loss, gradients), jax.tree.map(lambda x: x[1:], arrays))
     if devices is not None:
         loss, gradients = loss.mean(), devices.reduced(gradients)
-    overwrites, gradients = partition_for_grad_overwrite(with_complete_states(model, gradients))
-    gradients = jax.tree.map(
-        lambda g, p: (g / count).astype(p.dtype), gradients, trainable(without_kernel_copies(model))
-    )
+    overwrites, gradients = split_state(with_complete_states(model, gradients))
+    gradients = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), gradients, trainable_part(model))
     loss, aux = (loss / count).astype(dtype), _stacked(aux, others, devices is not None)
     return BatchGradients(loss, aux, overwrites, gradients)
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import equinox as eqx
 import jax
@@ -21,12 +21,13 @@ from ..layers.default import default_rules
 from ..layers.description import describe, recipes_of
 from ..layers.model_argument import require_model
 from ..layers.ops import all_ops, is_op
-from ..layers.own_state import require_own_state, require_whole_state
+from ..layers.own_state import are_usable, require_own_state, require_whole_state, tables_on_host
 from ..layers.quantized_kernels import quantize_kernels, require_no_kernel_copies
 from ..layers.rule import LayerRule
 from ..layers.served import require_weights
 from ..layers.uncalibrated import require_calibrated
 from ..recipes.compiler_options import log_cost_of_flags, training_options
+from ..recipes.recipe import Recipe
 from ..recipes.scaling import DelayedScaling
 from .calibration import recorded, require_recorded, require_usable
 from .kernel_quantization import KernelQuantization, as_kernel_quantization
@@ -41,7 +42,7 @@ from .step_arguments import (
     require_order,
     require_state_of,
 )
-from .updates import apply_exact_updates, in_float32, trainable
+from .updates import apply_exact_updates, in_float32, trainable_part
 
 
 M = TypeVar("M")
@@ -136,7 +137,7 @@ class TrainStep(eqx.Module):
         require_no_kernel_copies(model)
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
-        opt_state = self.optimizer.init(trainable(model))
+        opt_state = self.optimizer.init(trainable_part(model))
         return opt_state if self.monitor is None else counted(opt_state)
 
     def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
@@ -219,35 +220,31 @@ class TrainStep(eqx.Module):
         call = "step(model, opt_state, *batch)"
         require_model(model, call)
         require_call(self.loss_fn, batch, key, loss_key, call=call, before=(opt_state,))
-        # This does not wait for the previous step, whose model was checked already.
-        require_calibrated(model, wait=False)
-        require_own_state(model, wait=False)
-        require_no_kernel_copies(model)
+        of_optimizer = opt_state.optimizer if isinstance(opt_state, CountedState) else opt_state
+        leaves, structure = jax.tree.flatten((model, of_optimizer))
+        ops = _checked_ops(structure)
+        # State that is still being computed is not waited for.
+        if not are_usable(tables_on_host([leaves[position] for position in ops.tables], wait=False)):
+            require_calibrated(model, wait=False)
+            require_own_state(model, wait=False)
         given = StepInput(batch, key, loss_key)
-        nested = given.is_traced or any(isinstance(x, Tracer) for x in jax.tree.leaves((model, opt_state)))
-        options = {} if nested else self.compiler_options(model)
+        nested = any(isinstance(x, Tracer) for x in (*leaves, *jax.tree.leaves(given)))
+        options = {} if nested else training_options(ops.recipes, Device.default())
         compiled = _step(self.donate, tuple(options.items()))
-
-        def run(kept: tuple[TrainStep, StepInput], model: Any, opt_state: Any) -> tuple[Any, Any, Metrics, Any]:
-            try:
-                return compiled(kept, model, opt_state)
-            except RuntimeError as error:
-                require_not_deleted(error, model=model, opt_state=opt_state, batch=batch)
-                raise
-
-        if self.monitor is None:
-            bare, steps = (
-                (opt_state.optimizer, opt_state.steps) if isinstance(opt_state, CountedState) else (opt_state, None)
-            )
-            model, bare, metrics, _ = run((self, given), model, bare)
-            return model, bare if steps is None else CountedState(steps + 1, bare), metrics
-        state = counted(opt_state, nested=nested)
-        is_due = self.monitor.is_due(int(state.steps))
-        step = self if is_due else self._without_monitor
-        model, opt_state, metrics, measured = run((step, given), model, state.optimizer)
-        if is_due:
-            metrics = metrics | self.monitor.metrics(measured, self.monitor.prefix)
-        return model, CountedState(state.steps + 1, opt_state), metrics
+        if self.monitor is not None:
+            opt_state = counted(opt_state, nested=nested)
+        due = self.monitor if self.monitor is not None and self.monitor.is_due(int(opt_state.steps)) else None
+        try:
+            step = self._without_monitor if due is None else self
+            new, new_structure, metrics, measured = compiled((step, given), leaves, structure)
+        except RuntimeError as error:
+            require_not_deleted(error, model=model, opt_state=opt_state, batch=batch)
+            raise
+        model, of_optimizer = jax.tree.unflatten(new_structure, new)
+        if due is not None:
+            metrics = metrics | due.metrics(measured, due.prefix)
+        is_counted = isinstance(opt_state, CountedState)
+        return model, CountedState(opt_state.steps + 1, of_optimizer) if is_counted else of_optimizer, metrics
 
     @property
     def _without_monitor(self) -> "TrainStep":
@@ -255,10 +252,41 @@ class TrainStep(eqx.Module):
         return self if self.monitor is None else dataclasses.replace(self, monitor=None)
 
 
-def _run(kept: tuple[TrainStep, StepInput], model: Any, opt_state: Any) -> tuple[Any, Any, Metrics, Any]:
+class _Ops(NamedTuple):
+    """What a step has to know of a model's FP8 ops. The structure of the model decides all of it.
+
+    Args:
+        recipes: Their recipes, each once.
+        tables: The positions of their tables among the leaves.
+    """
+
+    recipes: tuple[Recipe, ...]
+    tables: tuple[int, ...]
+
+
+@functools.lru_cache
+def _checked_ops(structure: Any) -> _Ops:
+    """The ops of a model, from the structure of `(model, opt_state)`. Only the first step looks for them.
+
+    Raises:
+        ValueError: If the structure says that a step cannot train the model: it has quantized kernels, or its state is
+            in another part.
+    """
+    # Every leaf becomes its position.
+    model, _ = jax.tree.unflatten(structure, range(structure.num_leaves))
+    require_no_kernel_copies(model)
+    require_whole_state(model)
+    tables: list[Any] = [op.state.table.array for op in all_ops(model) if op.state is not None]
+    # Static scales may be in another part.
+    return _Ops(tuple(recipes_of(model)), tuple(position for position in tables if position is not None))
+
+
+def _run(kept: tuple[TrainStep, StepInput], leaves: list[Any], structure: Any) -> tuple[list[Any], Any, Metrics, Any]:
+    """One step. Model and optimizer state are flat: Equinox would flatten and rebuild the trees several times."""
     step, given = kept
+    model, opt_state = jax.tree.unflatten(structure, leaves)
     of_batch, measured = _gradients(step, given, model)
-    params = trainable(model)
+    params = trainable_part(model)
     try:
         updates, opt_state = step.optimizer.update(of_batch.gradients, opt_state, params)
     except Exception as error:
@@ -269,7 +297,8 @@ def _run(kept: tuple[TrainStep, StepInput], model: Any, opt_state: Any) -> tuple
     metrics |= _output_grad_amax_ratio(model, of_batch.overwrites)
     if step.has_aux:
         metrics["aux"] = of_batch.aux
-    return apply_exact_updates(model, updates, of_batch.overwrites), opt_state, metrics, measured
+    model = apply_exact_updates(model, updates, of_batch.overwrites)
+    return *jax.tree.flatten((model, opt_state)), metrics, measured
 
 
 def _output_grad_amax_ratio(model: Any, overwrites: Any) -> Metrics:

@@ -48,6 +48,15 @@ def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
     if tree is not None:
         require_tree(tree, "partition_for_grad_overwrite(model)", "tree")
     require_no_kernel_copies(tree, "tree")
+    return split_state(tree)
+
+
+def split_state[T](tree: T) -> tuple[T, T]:
+    """`partition_for_grad_overwrite` of a tree that was checked, or of gradients; quantized kernels are left out.
+
+    Args:
+        tree: The model, or its gradients.
+    """
     return haxq.partition_for_grad_overwrite(without_kernel_copies(tree))
 
 
@@ -71,8 +80,11 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
             quantized kernels, or is a part without its state; if gradients were cast to float16 before state was split
             from them; outside `jit`, if anything but its own update changed the model's state.
     """
-
     require_model(module, "apply_updates(module, updates, overwrites)", "module")
+    require_own_state(module)
+    require_calibrated(module)
+    require_whole_state(module)
+    require_no_kernel_copies(module, "module")
     return _applied(module, updates, overwrites, overwrite_states)
 
 
@@ -80,7 +92,7 @@ def apply_exact_updates[M](module: M, updates: Any, overwrites: Any) -> M:
     """`apply_updates` without recomputing scales and histories, which these gradients already contain.
 
     Args:
-        module: As in `apply_updates`.
+        module: As in `apply_updates`, but checked before.
         updates: As in `apply_updates`.
         overwrites: From `filter_grad` or `filter_value_and_grad`, of one batch.
     """
@@ -121,10 +133,6 @@ def _applied(
             )
         return jax.tree.map(_add, update, leaf, is_leaf=lambda node: node is None)
 
-    require_own_state(module)
-    require_calibrated(module)
-    require_whole_state(module)
-    require_no_kernel_copies(module, "module")
     try:
         applied = jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
     except (ValueError, TypeError) as error:
@@ -277,8 +285,9 @@ def incremental_update[M](new: M, old: M, step_size: Any) -> M:
     """
     for name, model in (("new", new), ("old", old)):
         require_model(model, "incremental_update(new, old, step_size)", name)
+        require_no_kernel_copies(model, name)
     require_own_state(new)
-    trained, average = cast(Any, trainable(new)), cast(Any, trainable(old))
+    trained, average = cast(Any, trainable_part(new)), cast(Any, trainable_part(old))
     try:
         moved: Any = optax.incremental_update(trained, average, step_size)
     except (ValueError, TypeError) as error:
@@ -299,7 +308,17 @@ def trainable[M](model: M) -> M:
         [(2, 3), (2,)]
     """
     require_model(model, "trainable(model)")
-    return eqx.filter(partition_for_grad_overwrite(model)[1], _is_inexact)
+    require_no_kernel_copies(model)
+    return trainable_part(model)
+
+
+def trainable_part[M](model: M) -> M:
+    """`trainable` of a model that was checked; quantized kernels are left out.
+
+    Args:
+        model: The model.
+    """
+    return eqx.filter(split_state(model)[1], _is_inexact)
 
 
 def _is_inexact(leaf: Any) -> bool:

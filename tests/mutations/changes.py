@@ -912,7 +912,7 @@ CHANGES = (
     ),
     Change(
         "gradients of microbatches are summed, not averaged",
-        "training/step.py",
+        "training/microbatches.py",
         "(g / count).astype(p.dtype)",
         "g.astype(p.dtype)",
         ("test_optimizers.py::test_microbatches_average_gradients",),
@@ -936,7 +936,7 @@ CHANGES = (
     ),
     Change(
         "microbatches draw the same",
-        "training/step.py",
+        "training/microbatches.py",
         "jax.random.split(key, count)",
         "jnp.stack([key] * count)",
         ("test_rounding.py::test_train_step_draws_for_every_step_and_microbatch",),
