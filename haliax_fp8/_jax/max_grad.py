@@ -89,14 +89,13 @@ class _MaxGradDType(dtypes.ExtendedDType):
     Args:
         float_dtype: The type that an element is stored in.
         scalar: The abstract type.
-        manual_axes: The mesh axes of the `shard_map` in which the state was cast.
-        knows_its_axes: Whether these are known. After a cast by `astype` they are not: its type is the same everywhere.
+        devices: The mesh axes of a `shard_map` along which devices share the state, and along which whoever takes the
+            gradient takes the maximum afterwards.
     """
 
     float_dtype: np.dtype
     scalar: type = max_grad
-    manual_axes: tuple[str, ...] = ()
-    knows_its_axes: bool = False
+    devices: tuple[str, ...] = ()
     _rules: ClassVar = _MaxGradRules
 
     @functools.cached_property
@@ -117,8 +116,7 @@ class _MaxGradDType(dtypes.ExtendedDType):
 
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
-        # Without `knows_its_axes`: outside of `shard_map`, state has one type, whoever cast it.
-        return self.float_dtype, self.scalar, self.manual_axes
+        return self.float_dtype, self.scalar, self.devices
 
     @property
     def name(self) -> str:
@@ -144,20 +142,21 @@ def is_max_grad(x: object) -> bool:
     return isinstance(getattr(x, "dtype", None), _MaxGradDType)
 
 
-def to_max_grad(x: Array) -> Array:
-    """Casts float32 to `fp32_max_grad`; returns `fp32_max_grad` unchanged."""
-    return x if is_max_grad(x) else _cast(x, _made_here(fp32_max_grad))
+def to_max_grad(x: Array, devices: tuple[str, ...] = ()) -> Array:
+    """Casts float32 to `fp32_max_grad`; returns `fp32_max_grad` unchanged.
 
-
-def _made_here(dtype: _MaxGradDType) -> _MaxGradDType:
-    """The type for a cast made here, which remembers the `shard_map` that it is in."""
-    scalar = max_grad_beside_keys if jax.config.jax_debug_key_reuse else dtype.scalar
-    return _made_in(dtype, scalar, tuple(jax.sharding.get_abstract_mesh().manual_axes))
+    Args:
+        x: The state.
+        devices: The mesh axes along which the caller takes the maximum over devices once it has the gradient.
+    """
+    if is_max_grad(x):
+        return x
+    return _cast(x, _max_grad_dtype(max_grad_beside_keys if jax.config.jax_debug_key_reuse else max_grad, devices))
 
 
 @functools.cache
-def _made_in(dtype: _MaxGradDType, scalar: type, manual_axes: tuple[str, ...]) -> _MaxGradDType:
-    return dataclasses.replace(dtype, scalar=scalar, manual_axes=manual_axes, knows_its_axes=True)
+def _max_grad_dtype(scalar: type, devices: tuple[str, ...]) -> _MaxGradDType:
+    return dataclasses.replace(fp32_max_grad, scalar=scalar, devices=devices)
 
 
 def to_dtype_of(x: Array, like: Any) -> Array:

@@ -8,6 +8,8 @@ from jax import lax
 from jax.interpreters import ad
 from jaxtyping import Array
 
+from .opaque import on_one_device
+
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which an array differs from device to device, inside `shard_map`.
@@ -20,7 +22,7 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(axes.varying if axes is not None else getattr(aval, "vma", ()))
 
 
-def as_varying(x: Array, others: Sequence[Array]) -> Array:
+def as_varying(x: Array, others: Sequence[Any]) -> Array:
     """The array, marked as varying over all mesh axes over which the others vary."""
     return _marked(x, varying_axes(x), frozenset().union(*map(varying_axes, others)))
 
@@ -60,6 +62,26 @@ def axes_of_parts(x: Array) -> tuple[str, ...]:
     if not _manual_axes():
         return ()
     return unchecked_axes() or tuple(sorted(varying_axes(x)))
+
+
+def shared_axes(x: Array) -> tuple[str, ...]:
+    """The mesh axes along which all devices hold the same array, inside `shard_map`; all axes if this is unknown."""
+    if not _manual_axes():
+        return ()
+    return unchecked_axes() or tuple(sorted(frozenset(_manual_axes()) - varying_axes(x)))
+
+
+def marked_as_varying(x: Array, axes: Sequence[str]) -> Array:
+    """The array, marked as varying over these mesh axes too."""
+    return x if unchecked_axes() else _marked(x, varying_axes(x), varying_axes(x).union(axes))
+
+
+def marked_as_shared(x: Array, axes: Sequence[str]) -> Array:
+    """The inverse of `marked_as_varying`, for an array that is the same on all devices along these mesh axes."""
+    varying = varying_axes(x)
+    if varying.isdisjoint(axes):
+        return x
+    return _marked(on_one_device(lambda x: x, x), frozenset(), varying.difference(axes))
 
 
 def axes_to_reduce(measured: Sequence[Array], state_axes: frozenset[str]) -> tuple[str, ...]:

@@ -10,13 +10,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .._jax.mesh_axes import axes_to_reduce, varying_axes
 from .._jax.opaque import opaque
 from .._product.names import FP8_ATTENTION
+from .._state.record import in_product
 from ..recipes.scaling import AbstractScaling
 from . import by_platform
 from .emulated import Attention, TensorScales, reference
-from .state import cotangent, scales_of
+from .state import as_record, scales_of
 from .tensors import OPERANDS
 
 
@@ -61,11 +61,12 @@ class Residuals(NamedTuple):
 
 def output(query: Array, key: Array, value: Array, state: Array, spec: AttentionSpec) -> Array:
     """The output, if no gradient is requested."""
-    return _forward(query, key, value, state, spec=spec, differentiated=False)[0]
+    return _forward(query, key, value, in_product(state), spec=spec, differentiated=False)[0]
 
 
 def forward(query: Array, key: Array, value: Array, state: Array, spec: AttentionSpec) -> tuple[Array, Residuals]:
     """The output, and the residuals of the backward pass."""
+    state = in_product(state)
     out, kept = _forward(query, key, value, state, spec=spec, differentiated=True)
     quantized_query, quantized_key, quantized_value, rounded, logs, measured = kept
     return out, Residuals(quantized_query, quantized_key, quantized_value, rounded, logs, measured, state)
@@ -86,7 +87,7 @@ def _forward(
     result = lax.convert_element_type(by.dequantize("output", out), spec.out_dtype)
     if not differentiated:
         return result, ()
-    measured = _measured([*operands.values()], amaxes, state, spec)
+    measured = _measured([*operands.values()], amaxes, spec)
     return result, (q, k, v, out, logs, measured)
 
 
@@ -99,8 +100,8 @@ def backward(
     dtypes: tuple[np.dtype, np.dtype, np.dtype],
     update: bool,
 ) -> tuple[tuple[Array, Array, Array], Array | None]:
-    """The gradients of query, key and value in the given dtypes, and that of the state if requested."""
-    by, state = _scales(residuals.state, spec), residuals.state
+    """The gradients of query, key and value in the given dtypes, and what was measured if that is requested."""
+    by = _scales(residuals.state, spec)
     with jax.named_scope(FP8_ATTENTION):
         data = by.quantize("output_grad", grad)
         *found, amaxes = by_platform.backward(
@@ -114,10 +115,8 @@ def backward(
     of_query, of_key, of_value = gradients
     if not update:
         return (of_query, of_key, of_value), None
-    measured = lax.concatenate(
-        [residuals.measured, _measured([grad], amaxes, state, spec)], residuals.measured.ndim - 1
-    )
-    return (of_query, of_key, of_value), cotangent(measured)
+    measured = lax.concatenate([residuals.measured, _measured([grad], amaxes, spec)], residuals.measured.ndim - 1)
+    return (of_query, of_key, of_value), as_record(measured)
 
 
 def tangent(tangents: Sequence[Array | None], residuals: Residuals, *, spec: AttentionSpec) -> Array:
@@ -136,16 +135,13 @@ def _scales(state: Array, spec: AttentionSpec) -> TensorScales:
 def _measured(
     operands: Sequence[Float[Array, "..."]],
     amaxes: Float32[Array, "*ensemble returned"],
-    state: Array,
     spec: AttentionSpec,
 ) -> Float32[Array, "*ensemble all"]:
-    """The amaxes of the operands, then the returned ones; the largest over all devices that share the state."""
+    """The amaxes of the operands, then the returned ones."""
     found = [
         lax.convert_element_type(
             jnp.max(jnp.abs(x), axis=tuple(range(spec.ensemble, x.ndim)), initial=0.0), jnp.float32
         )
         for x in operands
     ]
-    amaxes = lax.concatenate([*(lax.expand_dims(x, (x.ndim,)) for x in found), amaxes], amaxes.ndim - 1)
-    axes = axes_to_reduce(operands[:1], varying_axes(state))
-    return lax.pmax(amaxes, axes) if axes else amaxes
+    return lax.concatenate([*(lax.expand_dims(x, (x.ndim,)) for x in found), amaxes], amaxes.ndim - 1)

@@ -22,9 +22,9 @@ from .._jax.after_partitioning import lower_with_devices
 from .._jax.explicit_axes import aval_of_result
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
-from .._jax.max_grad import require_differentiated_state, require_transposed_state, to_dtype_of
+from .._jax.max_grad import require_differentiated_state, require_transposed_state
 from .._jax.mesh_axes import all_varying
-from .._jax.unchecked_devices import require_gradient_inside, require_transposition_inside
+from .._state.record import cotangent
 from .passes import AttentionSpec, Residuals, backward, forward, output, tangent
 
 
@@ -88,8 +88,6 @@ def _check_linear(linear: Sequence[bool], state: Any) -> None:
     """Raises unless JAX will combine the state's gradients correctly."""
     if any(linear[:3]):
         require_differentiated_state(state, linear[3])
-    if linear[3]:
-        require_gradient_inside(state)
 
 
 def _unpack(args: Sequence[Any], linear: tuple[bool, ...]) -> tuple[list[Any], Residuals]:
@@ -113,12 +111,12 @@ def _transpose(grad: Any, *args: Any, spec: AttentionSpec, linear: tuple[bool, .
     tangents, residuals = _unpack(args, linear)
     if linear[3]:
         require_transposed_state(tangents[3], tangents[:3])
-        require_transposition_inside(tangents[3])
     dtypes = [t.aval.dtype if ad.is_undefined_primal(t) else spec.out_dtype for t in tangents[:3]]
-    gradients, state = backward(grad, residuals, spec=spec, dtypes=(dtypes[0], dtypes[1], dtypes[2]), update=linear[3])
-    if state is not None:
-        state = to_dtype_of(state, tangents[3].aval)
-    found = zip((*gradients, state), tangents, linear, strict=True)
+    gradients, measured = backward(
+        grad, residuals, spec=spec, dtypes=(dtypes[0], dtypes[1], dtypes[2]), update=linear[3]
+    )
+    of_record = None if measured is None else cotangent(measured, tangents[3])
+    found = zip((*gradients, of_record), tangents, linear, strict=True)
     of_tangents = [ct if ad.is_undefined_primal(t) else None for ct, t, is_linear in found if is_linear]
     return of_tangents + [None] * _LEAVES
 

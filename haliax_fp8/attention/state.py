@@ -22,8 +22,8 @@ def scales_of(record: Array) -> Float32[Array, "*ensemble 10"]:
     return lax.slice_in_dim(to_float32(record), 0, len(TENSORS), axis=record.ndim - 1)
 
 
-def cotangent(amaxes: Float32[Array, "*ensemble 10"]) -> Float32[Array, "*ensemble 21"]:
-    """The cotangent of the record; what comes after the amaxes is not read.
+def as_record(amaxes: Float32[Array, "*ensemble 10"]) -> Float32[Array, "*ensemble 21"]:
+    """What was measured, as long as the record; what comes after the amaxes is not read.
 
     Args:
         amaxes: Of the ten tensors.

@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._jax.max_grad import StateNotDifferentiated, is_max_grad
+from .._jax.max_grad import StateNotDifferentiated, is_max_grad, to_float32
 from .._jax.raised_in import calls_users_function
 from .._jax.reached import Reached, depends_on, noticed
 from .._product.kernel_copies import KernelCopies
@@ -133,7 +133,7 @@ def _value_and_grad(
 
         def missing_in_plain_gradient() -> set[int]:
             """The states that get no gradient even if they are floats like any other."""
-            differentiated, rest = parts_with(states)
+            differentiated, rest = parts_with([jax.tree.map(to_float32, record) for record in record_states(states)])
             loss = functools.partial(of, rest=rest, reached=(plain := Reached()))
             jax.eval_shape(jax.grad(loss, has_aux=has_aux, allow_int=True), differentiated)
             return plain.missing
