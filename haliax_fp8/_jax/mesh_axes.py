@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.interpreters import ad
 from jaxtyping import Array
@@ -82,6 +83,19 @@ def marked_as_shared(x: Array, axes: Sequence[str]) -> Array:
     if varying.isdisjoint(axes):
         return x
     return _marked(on_one_device(lambda x: x, x), frozenset(), varying.difference(axes))
+
+
+def largest_over_devices(x: Array, axes: tuple[str, ...]) -> Array:
+    """The largest float32 numbers of all devices along mesh axes of a `shard_map`; NaN if one is NaN."""
+    # As whole numbers they have the same order, with NaN on top: a maximum of float32 drops NaN on a CPU.
+    words = lax.bitcast_convert_type(lax.select(lax.ne(x, x), lax.full_like(x, np.nan), x), np.int32)
+    return lax.bitcast_convert_type(_in_order(lax.pmax(_in_order(words), axes)), np.float32)
+
+
+def _in_order(words: Array) -> Array:
+    """The bits of floats as integers in the order of the floats; and back."""
+    below_zero = lax.shift_right_arithmetic(words, np.int32(31))
+    return lax.bitwise_xor(words, lax.bitwise_and(below_zero, np.int32(0x7FFFFFFF)))
 
 
 def axes_to_reduce(measured: Sequence[Array], state_axes: frozenset[str]) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float32
 from .._jax.explicit_axes import aval_of_result
 from .._jax.mapped_axis import to_front
 from .._jax.max_grad import is_max_grad, to_dtype_of, to_float32
-from .._jax.mesh_axes import as_varying, marked_as_shared, unchecked_axes, varying_axes
+from .._jax.mesh_axes import as_varying, largest_over_devices, marked_as_shared, unchecked_axes, varying_axes
 from .._jax.opaque import opaque_constant
 from ..recipes.scaling.base import AbstractScaling
 from .table import measured_in_record, next_table, numbers_of, record_length, scales_in
@@ -152,7 +152,7 @@ def cotangent(measured: Float32[Array, "*ensemble length"], tangent: Any) -> Arr
     if is_max_grad(aval) and (axes := unchecked_axes()) and not set(axes) <= set(aval.dtype.devices):
         raise ValueError(_unchecked(axes))
     if axes := tuple(sorted(varying_axes(measured) - varying_axes(tangent))):
-        measured = lax.pmax(measured, axes)
+        measured = largest_over_devices(measured, axes)
     return to_dtype_of(as_varying(measured, (tangent,)), aval)
 
 

@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from .._jax.max_grad import to_float32
-from .._jax.mesh_axes import marked_as_varying, shared_axes, varying_axes
+from .._jax.mesh_axes import largest_over_devices, marked_as_varying, shared_axes, varying_axes
 from .._jax.opaque import opaque_constant
 from .._jax.xla import computed_together, not_constant
 from ..recipes.scaling import AbstractScaling
@@ -53,7 +53,7 @@ def complete_states(states: Sequence[Any], records: Sequence[Any]) -> list[Any]:
 def _largest(arrays: list[Array], *, axes: tuple[str, ...]) -> list[Array]:
     """The largest numbers on any device along some mesh axes, in one collective."""
     flat = [marked_as_varying(lax.reshape(to_float32(x), (x.size,)), axes) for x in arrays]
-    parts = lax.split(lax.pmax(concatenated(flat, 0), axes), [x.size for x in arrays])
+    parts = lax.split(largest_over_devices(concatenated(flat, 0), axes), [x.size for x in arrays])
     return [lax.reshape(part, x.shape) for part, x in zip(parts, arrays, strict=True)]
 
 
