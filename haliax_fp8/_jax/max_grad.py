@@ -25,7 +25,6 @@ from jax.interpreters import ad
 from jaxtyping import Array
 
 from .errors import NotDifferentiable
-from .mesh_axes import unchecked_axes
 from .private import needs
 
 
@@ -106,13 +105,13 @@ class _MaxGradDType(ExtendedDType):
     Args:
         float_dtype: The type that an element is stored in.
         scalar: The abstract type.
-        manual_axes: The mesh axes of the `shard_map` in which `to_max_grad` cast the state; () after a cast by
-            `astype`, whose type is the same everywhere.
+        devices: The mesh axes of a `shard_map` along which devices share the state, and along which whoever takes the
+            gradient takes the maximum afterwards.
     """
 
     float_dtype: np.dtype
     scalar: type = max_grad
-    manual_axes: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
     _rules: ClassVar = _MaxGradRules
 
     @functools.cached_property
@@ -133,7 +132,7 @@ class _MaxGradDType(ExtendedDType):
 
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
-        return self.float_dtype, self.scalar, self.manual_axes
+        return self.float_dtype, self.scalar, self.devices
 
     @property
     def name(self) -> str:
@@ -159,26 +158,30 @@ def is_max_grad(x: object) -> bool:
     return isinstance(getattr(x, "dtype", None), _MaxGradDType)
 
 
-def to_max_grad(x: Array) -> Array:
-    """Casts float32 to `fp32_max_grad`; returns `fp32_max_grad` unchanged."""
+def reduced_later(x: Any) -> tuple[str, ...]:
+    """The mesh axes along which whoever takes the gradient of state takes the maximum over devices afterwards."""
+    return x.dtype.devices if is_max_grad(x) else ()
+
+
+def to_max_grad(x: Array, devices: tuple[str, ...] = ()) -> Array:
+    """Casts float32 to `fp32_max_grad`; returns `fp32_max_grad` unchanged.
+
+    Args:
+        x: The state.
+        devices: The mesh axes along which the caller takes the maximum over devices once it has the gradient.
+    """
     if is_max_grad(x):
         return x
     try:
-        return _cast(x, _made_here(fp32_max_grad))
+        return _cast(x, _max_grad_dtype(max_grad_beside_keys if jax.config.jax_debug_key_reuse else max_grad, devices))
     except AssertionError as error:
         # Inside a `shard_map` that is not compiled JAX checks a sharding first, which fails for any extended type.
         raise StateOutsideJit from error
 
 
-def _made_here(dtype: _MaxGradDType) -> _MaxGradDType:
-    """The type for a cast made here, which remembers the `shard_map` that it is in."""
-    scalar = max_grad_beside_keys if jax.config.jax_debug_key_reuse else dtype.scalar
-    return _made_in(dtype, scalar, tuple(jax.sharding.get_abstract_mesh().manual_axes))
-
-
 @functools.cache
-def _made_in(dtype: _MaxGradDType, scalar: type, manual_axes: tuple[str, ...]) -> _MaxGradDType:
-    return dataclasses.replace(dtype, scalar=scalar, manual_axes=manual_axes)
+def _max_grad_dtype(scalar: type, devices: tuple[str, ...]) -> _MaxGradDType:
+    return dataclasses.replace(fp32_max_grad, scalar=scalar, devices=devices)
 
 
 def to_dtype_of(x: Array, like: Any) -> Array:
@@ -209,29 +212,6 @@ def require_differentiated_state(state: Any, is_linear: bool) -> None:
     """Raises if a kernel has a tangent but its state has none, although a gradient of both is taken."""
     if not is_linear and is_max_grad(state):
         raise NotDifferentiable(LOST_STATE)
-
-
-def require_gradient_inside(state: Any) -> None:
-    """Raises if state was cast outside the surrounding `shard_map` with `check_vma=False`.
-
-    Its gradient is taken outside as well then, where JAX would add the amaxes of all devices.
-
-    Args:
-        state: The state whose gradient is wanted.
-
-    Raises:
-        ValueError: With the remedy; also if the state was cast with `astype`, whose type does not say where.
-    """
-    if not is_max_grad(state):
-        return
-    axes = unchecked_axes()
-    if any(axis not in state.dtype.manual_axes for axis in axes):
-        raise NotDifferentiable(
-            f"a gradient is taken outside of shard_map over {axes} with check_vma=False, where JAX would sum the "
-            "amaxes of all devices. Take the gradient inside shard_map, or use check_vma=True. If it is taken inside, "
-            "its state was cast with astype, which does not say where: cast it with "
-            "haliax_fp8.training.with_max_gradients"
-        )
 
 
 def require_transposed_state(state: Any, others: Sequence[Any]) -> None:

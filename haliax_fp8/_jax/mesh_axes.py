@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.interpreters import ad
 from jaxtyping import Array
+
+from .opaque import on_one_device
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -20,7 +23,7 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(axes.varying if axes is not None else getattr(aval, "vma", ()))
 
 
-def as_varying(x: Array, others: Sequence[Array]) -> Array:
+def as_varying(x: Array, others: Sequence[Any]) -> Array:
     """The array, marked as varying over all mesh axes over which the others vary."""
     return _marked(x, varying_axes(x), frozenset().union(*map(varying_axes, others)))
 
@@ -60,6 +63,39 @@ def axes_of_parts(x: Array) -> tuple[str, ...]:
     if not _manual_axes():
         return ()
     return unchecked_axes() or tuple(sorted(varying_axes(x)))
+
+
+def shared_axes(x: Array) -> tuple[str, ...]:
+    """The mesh axes along which all devices hold the same array, inside `shard_map`; all axes if this is unknown."""
+    if not _manual_axes():
+        return ()
+    return unchecked_axes() or tuple(sorted(frozenset(_manual_axes()) - varying_axes(x)))
+
+
+def marked_as_varying(x: Array, axes: Sequence[str]) -> Array:
+    """The array, marked as varying over these mesh axes too."""
+    return x if unchecked_axes() else _marked(x, varying_axes(x), varying_axes(x).union(axes))
+
+
+def marked_as_shared(x: Array, axes: Sequence[str]) -> Array:
+    """The inverse of `marked_as_varying`, for an array that is the same on all devices along these mesh axes."""
+    varying = varying_axes(x)
+    if varying.isdisjoint(axes):
+        return x
+    return _marked(on_one_device(lambda x: x, x), frozenset(), varying.difference(axes))
+
+
+def largest_over_devices(x: Array, axes: tuple[str, ...]) -> Array:
+    """The largest float32 numbers of all devices along mesh axes of a `shard_map`; NaN if one is NaN."""
+    # As whole numbers they have the same order, with NaN on top: a maximum of float32 drops NaN on a CPU.
+    words = lax.bitcast_convert_type(lax.select(lax.ne(x, x), lax.full_like(x, np.nan), x), np.int32)
+    return lax.bitcast_convert_type(_in_order(lax.pmax(_in_order(words), axes)), np.float32)
+
+
+def _in_order(words: Array) -> Array:
+    """The bits of floats as integers in the order of the floats; and back."""
+    below_zero = lax.shift_right_arithmetic(words, np.int32(31))
+    return lax.bitwise_xor(words, lax.bitwise_and(below_zero, np.int32(0x7FFFFFFF)))
 
 
 def axes_to_reduce(measured: Sequence[Array], state_axes: frozenset[str]) -> tuple[str, ...]:

@@ -29,15 +29,10 @@ from .._jax.after_partitioning import lower_with_devices
 from .._jax.explicit_axes import aval_of_result, with_automatic_axes
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
-from .._jax.max_grad import (
-    require_differentiated_state,
-    require_gradient_inside,
-    require_transposed_state,
-    to_dtype_of,
-)
-from .._jax.mesh_axes import all_varying, varying_axes
+from .._jax.max_grad import require_differentiated_state, require_transposed_state
+from .._jax.mesh_axes import all_varying
 from .._numerics.quantized_array import QuantizedArray
-from .._state.record import repeated
+from .._state.record import cotangent, repeated
 from .._state.require import warn_of_constant_state
 from ..devices.units import MX_UNITS
 from .kernel_copies import KernelCopies, KernelCopy, folded, is_mapped, shape_of
@@ -143,12 +138,8 @@ def _fp8_dot_linearize(linear: Sequence[bool], *primals: Any, spec: ProductSpec)
 
 def _check_linear(linear: Sequence[bool], state: Any, spec: ProductSpec) -> None:
     """Raises unless JAX will combine the state's gradients correctly."""
-    if state is None:
-        return
-    if linear[1]:
+    if state is not None and linear[1]:
         require_differentiated_state(state, linear[2])
-    if linear[2]:
-        require_gradient_inside(state)
 
 
 def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
@@ -226,13 +217,9 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
         warn_of_constant_state(spec.recipe)
     if update:
         require_transposed_state(tangents[2], tangents[1:2])
-    state_axes = varying_axes(tangents[2]) if update else frozenset()
-    gradients, new_state = backward(
-        grad, residuals, extras, spec=spec, dtypes=(dx, dw), update=update, state_axes=state_axes
-    )
-    if new_state is not None:
-        new_state = to_dtype_of(new_state, tangents[2].aval)
-    cotangents = [*gradients, *([new_state] if len(linear) > 2 else [])]
+    gradients, measured = backward(grad, residuals, extras, spec=spec, dtypes=(dx, dw), update=update)
+    of_record = None if measured is None else cotangent(measured, tangents[2])
+    cotangents = [*gradients, *([of_record] if len(linear) > 2 else [])]
     undefined = [ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, tangents, strict=True)]
     return [ct for ct, is_linear in zip(undefined, linear, strict=True) if is_linear] + [None] * (
         len(args) - sum(linear)

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .._jax.constraint import divided
-from .._jax.max_grad import to_float32
 from .._jax.several_devices import gathered_once
 from .._jax.xla import transposed_once
 from .._numerics.quantized_array import QuantizedArray
+from .._state.record import in_product
 from .._state.table import numbers_of
 from ..recipes.recipe import USES, ProductName
 from .kernel_copies import Bits, KernelCopies, KernelCopy
@@ -43,7 +43,7 @@ def quantize_kernel(
     uses = [spec.recipe.quantization["kernel", product] for product in USES["kernel"]]
     if any(use.rounding.needs_key for use in uses) or not any(use.scaling.quantizes for use in uses):
         return None
-    record = None if record is None else lax.stop_gradient(to_float32(record))
+    record = None if record is None else lax.stop_gradient(in_product(record))
     copies = _copies(lax.stop_gradient(kernel), record, spec=spec, gathered=gathered)
     return dataclasses.replace(copies, scale_dtype=scale_dtype)
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from .._jax.mesh_axes import automatic_axes, axes_to_reduce
+from .._jax.mesh_axes import automatic_axes
 from .._jax.opaque import opaque
 from .._jax.several_devices import gathered_once, transposed_separately_on_one
 from .._jax.xla import (
@@ -24,7 +24,7 @@ from .._jax.xla import (
     transposed_separately,
 )
 from .._numerics.quantized_array import QuantizedArray
-from .._state.record import Kept, cotangent, packed, unpacked
+from .._state.record import Kept, in_product, measured_in_product, packed, unpacked
 from .._state.table import numbers_of, record_length
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
 from .kernel_copies import KernelCopies, KernelCopy, array_of
@@ -157,6 +157,7 @@ def _fprop(
 ) -> tuple[Array, tuple[Saved, Saved], Array | None]:
     """The output; what the backward pass needs of input and kernel, None for the operand itself; and the record
     with what was measured."""
+    record = None if record is None else in_product(record)
     operands: dict[OperandName, Array] = {
         "input": round_to(input, spec.compute_dtype),
         "kernel": round_to(kernel, spec.compute_dtype),
@@ -218,9 +219,8 @@ def backward(
     spec: ProductSpec,
     dtypes: tuple[np.dtype | None, np.dtype | None],
     update: bool,
-    state_axes: frozenset[str],
 ) -> tuple[tuple[Array | None, Array | None], Array | None]:
-    """The gradients of input and kernel in the dtypes given (None: not wanted), and if wanted that of the state.
+    """The gradients of input and kernel in the dtypes given (None: not wanted), and if wanted what was measured.
 
     Args:
         grad: The output's gradient.
@@ -228,8 +228,7 @@ def backward(
         extras: What else the contraction needs.
         spec: What is static.
         dtypes: The dtypes of the gradients.
-        update: Whether the gradient of the state is wanted.
-        state_axes: Inside `shard_map`, the mesh axes over which devices have states of their own.
+        update: Whether the state's gradient is wanted.
     """
     grad = round_to(grad, spec.compute_dtype)
     record, kept = residuals.stored(spec)
@@ -269,8 +268,7 @@ def backward(
     if kept is None:
         return gradients, lax.full(record.shape, 0.0, np.float32)
     of_grad = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, record)
-    # What a device measured is all that differs, so that one maximum over devices is enough for all operands.
-    amaxes = cotangent(kept, of_grad, axes_to_reduce((kept.measured, of_grad), state_axes))
+    amaxes = measured_in_product(kept, of_grad)
     if spec.contraction.state_per_group:
         # A group without rows was not reached.
         has_rows = lax.expand_dims(extras[0] > 0, (amaxes.ndim - 1,))

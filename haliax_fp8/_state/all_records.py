@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax.max_grad import to_float32
+from .._jax.mesh_axes import shared_axes
 from .._jax.xla import computed_together, not_constant, not_merged_across_layers
 from .op_state import OpState
 from .record import records_of
@@ -22,6 +23,9 @@ def record_states(states: Sequence[OpState]) -> list[OpState]:
     Args:
         states: This step's. Those with a shared input take the largest scale of their inputs, which is each one's own
             if they always read the same.
+
+    Inside `shard_map` the records are marked as varying: their gradients are what each device measured, and
+    `complete_states` takes the maximum over devices.
     """
     records: dict[int, Array] = {}
     joined: list[int] = []
@@ -56,10 +60,12 @@ def record_states(states: Sequence[OpState]) -> list[OpState]:
         if members[0] in largest
         for position, i in enumerate(members)
     }
-    return [
-        state.as_record(_without_first(records[i], state), *shared[i]) if i in shared else state.as_record(records[i])
-        for i, state in enumerate(states)
-    ]
+    new = []
+    for i, (state, table) in enumerate(zip(states, tables, strict=True)):
+        scale, index = shared.get(i, (None, None))
+        record = records[i] if scale is None else _without_first(records[i], state)
+        new.append(state.as_record(record, scale, index, shared_axes(table)))
+    return new
 
 
 def _of_first(record: Array, state: OpState) -> Array:

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax.max_grad import is_max_grad, to_float32, to_max_grad
+from .._jax.mesh_axes import marked_as_varying
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import AbstractScaling
 from .guard import fit
@@ -124,7 +125,11 @@ class OpState(OverwriteWithGradient):
         return jax.tree.unflatten(jax.tree.structure(self), [table])
 
     def as_record(
-        self, record: Array, shared: Array | None = None, index_among_sharers: int | None = None
+        self,
+        record: Array,
+        shared: Array | None = None,
+        index_among_sharers: int | None = None,
+        devices: tuple[str, ...] = (),
     ) -> "OpState":
         """The record in place of this table, in `fp32_max_grad`.
 
@@ -132,13 +137,16 @@ class OpState(OverwriteWithGradient):
             record: `[*stack, 1, length]`; without the scales of the first operand, if ops share them.
             shared: Those, `[*stack, 1, 2]`.
             index_among_sharers: Which one of the ops that share them this is.
+            devices: As in `to_max_grad`.
         """
+        record = to_max_grad(marked_as_varying(record, devices), devices)
         if shared is None:
-            return self.with_array(to_max_grad(record))
+            return self.with_array(record)
+        shared = to_max_grad(marked_as_varying(shared, devices), devices)
         names = (*self.table.axis_names[:-2], "fp8_row", "fp8_shared")
         empty: Any = np.zeros((0,) * len(names))
         like = dataclasses.replace(self, shared=hax.NamedArray(empty, names), index_among_sharers=index_among_sharers)
-        return jax.tree.unflatten(jax.tree.structure(like), [to_max_grad(record), to_max_grad(shared)])
+        return jax.tree.unflatten(jax.tree.structure(like), [record, shared])
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, other: "OpState"

@@ -27,7 +27,8 @@ from jaxtyping import Array, Float32
 
 from .._jax.explicit_axes import aval_of_result
 from .._jax.mapped_axis import to_front
-from .._jax.max_grad import require_gradient_inside, to_dtype_of, to_float32
+from .._jax.max_grad import is_max_grad, reduced_later, to_dtype_of, to_float32
+from .._jax.mesh_axes import as_varying, largest_over_devices, marked_as_shared, unchecked_axes, varying_axes
 from .._jax.opaque import opaque_constant
 from ..recipes.scaling.base import AbstractScaling
 from .table import measured_in_record, next_table, numbers_of, record_length, scales_in
@@ -55,6 +56,17 @@ def records_of(
 
 
 # --- In a product -----------------------------------------------------------------------------------------------------
+
+
+def in_product(record: Array) -> Float32[Array, "*ensemble length"]:
+    """A record as a product reads it.
+
+    Inside `shard_map` it is marked as varying, because each device measures something else; but all devices that share
+    a state have the same scales.
+    """
+    scales = to_float32(record)
+    devices = reduced_later(record)
+    return marked_as_shared(lax.stop_gradient(scales), devices) if devices else scales
 
 
 def operand_scales(record: Array, *, exact: bool) -> tuple[Array, Array, Array]:
@@ -107,21 +119,49 @@ def unpacked(kept: Parts, length: int) -> Kept:
     return Kept(to_float32(lax.index_in_dim(record, 0, axis + 1, keepdims=False)), spare, measured)
 
 
-def cotangent(kept: Kept, of_grad: Parts, devices: tuple[str, ...]) -> Float32[Array, "*ensemble length"]:
-    """What a product returns for its record.
+def measured_in_product(kept: Kept, of_grad: Parts) -> Float32[Array, "*ensemble length"]:
+    """What a product measured, as long as its record.
 
     Args:
         kept: What the forward pass kept.
         of_grad: What was measured of the output's gradient.
-        devices: Inside `shard_map`, the mesh axes over which devices share the state, and record the maximum.
     """
     measured = [kept.measured, of_grad]
     # Repeated where a record has room for two scales of each operand; the second copy is not read.
     times = kept.scales.shape[-1] // sum([x.shape[-2] for x in measured])
     whole = _joined([*measured * times, kept.spare])
     axes = (whole.ndim - 1,)
-    whole = to_float32(lax.squeeze(whole, axes) if whole.shape[-1] == 1 else lax.reduce_max(whole, axes))
-    return lax.pmax(whole, devices) if devices else whole
+    return to_float32(lax.squeeze(whole, axes) if whole.shape[-1] == 1 else lax.reduce_max(whole, axes))
+
+
+def cotangent(measured: Float32[Array, "*ensemble length"], tangent: Any) -> Array:
+    """What a product returns for its record.
+
+    Inside `shard_map` that is what this device measured, if the gradient is `filter_grad`'s. Any other gradient of
+    state that devices share has to be the same on all of them, so the maximum over devices is taken here, where JAX
+    adds up the gradients of weights that they share.
+
+    Args:
+        measured: What was measured.
+        tangent: The record's tangent, as a transposition gets it.
+
+    Raises:
+        ValueError: If JAX would add what devices measured.
+    """
+    aval = tangent.aval
+    if is_max_grad(aval) and (axes := unchecked_axes()) and not set(axes) <= set(reduced_later(aval)):
+        raise ValueError(_unchecked(axes))
+    if axes := tuple(sorted(varying_axes(measured) - varying_axes(tangent))):
+        measured = largest_over_devices(measured, axes)
+    return to_dtype_of(as_varying(measured, (tangent,)), aval)
+
+
+def _unchecked(axes: tuple[str, ...]) -> str:
+    return (
+        f"a gradient of FP8 state in shard_map over {axes} with check_vma=False is taken around it, or by another "
+        "function than haliax_fp8.filter_grad, filter_value_and_grad and TrainStep. Devices that share the state would "
+        "record different amaxes, or their sum. Call one of these functions inside shard_map, or use check_vma=True"
+    )
 
 
 def _joined(measured: Sequence[Array]) -> Parts:
@@ -207,13 +247,14 @@ def _record_jvp(primals: Any, tangents: Any, **static: Any) -> tuple[Array, Any]
     record = record_of_table_p.bind(table, **static)
     if type(tangent) is ad.Zero:
         return record, _zero(record)
-    require_gradient_inside(table)
     return record, record_of_table_tangent_p.bind(tangent, table, **static)
 
 
 def _transpose(cotangent: Any, tangent: Any, table: Array, **static: Any) -> list[Any]:
     if type(cotangent) is ad.Zero:
         return [None, None]
+    if axes := unchecked_axes():
+        raise ValueError(_unchecked(axes))
     return [to_dtype_of(next_table_p.bind(to_float32(table), cotangent, **static), tangent.aval), None]
 
 

@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from .._jax.max_grad import to_float32
-from .._jax.mesh_axes import varying_axes
+from .._jax.mesh_axes import largest_over_devices, marked_as_varying, shared_axes, varying_axes
 from .._jax.opaque import opaque_constant
 from .._jax.xla import computed_together, not_constant
 from ..recipes.scaling import AbstractScaling
@@ -24,18 +24,37 @@ def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[An
         gradients: Their gradients, in the same order.
     """
     measured_in = lambda before, tables, scalings: measured_in_gradient(tables, scalings, before)
-    return _together(measured_in, states, gradients, otherwise=None)
+    return _together(measured_in, states, [gradient.array for gradient in gradients], otherwise=None)
 
 
 def complete_states(states: Sequence[Any], records: Sequence[Any]) -> list[Any]:
     """The states of the next step, as gradients: `-inf` in rows that the step did not reach.
+
+    Inside `shard_map`, devices that share a state record their maximum.
 
     Args:
         states: This step's.
         records: The gradients of their records, in the same order.
     """
     measured_in = lambda _, records, scalings: measured_in_record(records, scalings)
-    return _together(measured_in, states, records, otherwise=-np.inf)
+    of_devices: dict[tuple[str, ...], list[int]] = {}
+    arrays = [record.array for record in records]
+    for i, state in enumerate(states):
+        if numbers_of(state.scalings) and (axes := shared_axes(state.array)):
+            of_devices.setdefault(axes, []).append(i)
+    for axes, indices in of_devices.items():
+        for i, array in zip(indices, _largest([arrays[i] for i in indices], axes=axes), strict=True):
+            arrays[i] = array
+    return _together(measured_in, states, arrays, otherwise=-np.inf)
+
+
+# Opaque, because JAX cannot differentiate a maximum over devices.
+@opaque_constant
+def _largest(arrays: list[Array], *, axes: tuple[str, ...]) -> list[Array]:
+    """The largest numbers on any device along some mesh axes, in one collective."""
+    flat = [marked_as_varying(lax.reshape(to_float32(x), (x.size,)), axes) for x in arrays]
+    parts = lax.split(largest_over_devices(concatenated(flat, 0), axes), [x.size for x in arrays])
+    return [lax.reshape(part, x.shape) for part, x in zip(parts, arrays, strict=True)]
 
 
 def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -63,7 +82,7 @@ def _written(table: Array, gradient: Array, *, scalings: tuple[AbstractScaling, 
 def _together(
     measured_in: Callable[[Array, Array, tuple[AbstractScaling, ...]], Measured],
     states: Sequence[Any],
-    others: Sequence[Any],
+    gradients: Sequence[Array],
     *,
     otherwise: float | None,
 ) -> list[Any]:
@@ -72,11 +91,11 @@ def _together(
     Args:
         measured_in: What was measured, from this step's tables and the gradients.
         states: This step's.
-        others: Their gradients, or those of their records.
+        gradients: The arrays of their gradients, or of those of their records.
         otherwise: What stands in rows that do not change; None for what stands there now.
     """
     new = list(states)
-    tables, gradients = [state.array for state in states], [other.array for other in others]
+    tables = [state.array for state in states]
     for members in kinds(states, tables, gradients).values():
         scalings, limits = states[members[0]].scalings, states[members[0]].limits
         if numbers_of(scalings) == 0:

@@ -9,7 +9,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .._jax.max_grad import to_float32
 from .._jax.mesh_axes import as_varying, axes_to_reduce, varying_axes
 from .._jax.still_rounded import still_rounded
 from .._numerics.formats import Format
@@ -18,6 +17,7 @@ from .._op import Fp8DotGeneral
 from .._product.grouped.contraction import RaggedContraction
 from .._product.operands import Scales, quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
+from .._state.record import in_product
 from ..recipes.scaling.multiplier import LARGEST_MULTIPLIER
 
 
@@ -72,7 +72,7 @@ def send_rows(
     out_dtype = op.compute_dtype or np.dtype(rows.dtype)
     precision, stacked = lax.Precision.DEFAULT, bool(op.stack)
     spec = ProductSpec(op.recipe, RaggedContraction(), op.compute_dtype, out_dtype, precision, stacked)
-    scales = scales_of(lax.stop_gradient(to_float32(op.state.record)), spec)
+    scales = scales_of(lax.stop_gradient(in_product(op.state.record)), spec)
     assert scales is not None
     scale = scales.operands["input"]
     if scale.ndim:

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 
 from .._jax.errors import NotDifferentiable, calls_users_function
-from .._jax.max_grad import LOST_STATE, is_max_grad
+from .._jax.max_grad import LOST_STATE, is_max_grad, to_float32
 from .._jax.reached import Reached, depends_on, noticed
 from .._product.kernel_copies import KernelCopies
 from .._state.all_records import record_states, records_of_part
@@ -145,7 +145,7 @@ class _ValueAndGrad(eqx.Module):
 
         def missing_in_plain_gradient() -> set[int]:
             """The states that get no gradient even if they are floats like any other."""
-            differentiated, rest = parts_with(states)
+            differentiated, rest = parts_with([jax.tree.map(to_float32, record) for record in record_states(states)])
             loss = functools.partial(of, rest=rest, reached=(plain := Reached()))
             jax.eval_shape(jax.grad(loss, has_aux=self.has_aux, allow_int=True), differentiated)
             return plain.missing

@@ -25,15 +25,10 @@ from ..._jax.after_partitioning import lower_with_devices
 from ..._jax.explicit_axes import aval_of_result
 from ..._jax.linearization import define_linearization
 from ..._jax.mapped_axis import to_front
-from ..._jax.max_grad import (
-    require_differentiated_state,
-    require_gradient_inside,
-    require_transposed_state,
-    to_dtype_of,
-    to_float32,
-)
-from ..._jax.mesh_axes import all_varying, axes_to_reduce, varying_axes
+from ..._jax.max_grad import require_differentiated_state, require_transposed_state, to_float32
+from ..._jax.mesh_axes import all_varying
 from ..._jax.opaque import opaque
+from ..._state.record import cotangent, in_product
 from . import platforms
 from .emulated import OPERANDS, TENSORS, AttentionSpec, TensorScales, amax, reference
 
@@ -102,14 +97,14 @@ def _forward(
     out = lax.convert_element_type(scales.dequantize("output", data), spec.out_dtype)
     if not differentiated:
         return out, ()
-    return out, (q, k, v, data, logs, _amaxes([query, key, value], amaxes, record, spec))
+    return out, (q, k, v, data, logs, _amaxes([query, key, value], amaxes, spec))
 
 
 @opaque
 def _backward(
     grad: Array, residuals: Residuals, *, spec: AttentionSpec, dtypes: tuple[np.dtype, ...], update: bool
 ) -> tuple[tuple[Array, ...], Array | None]:
-    """The gradients of query, key and value in the given dtypes, and the record's cotangent if it is asked for."""
+    """The gradients of query, key and value in the given dtypes; and if it is asked for, what was measured."""
     scales, record = _scales(residuals.record, spec), residuals.record
     with jax.named_scope(FP8_ATTENTION):
         data = scales.quantize("output_grad", grad)
@@ -120,8 +115,8 @@ def _backward(
     )
     if not update:
         return gradients, None
-    amaxes = [residuals.amaxes, _amaxes([grad], amaxes, record, spec)]
-    # A record is longer than its amaxes; the rest of its cotangent is not read.
+    amaxes = [residuals.amaxes, _amaxes([grad], amaxes, spec)]
+    # A record is longer than its amaxes; the rest is not read.
     rest = lax.full((*record.shape[:-1], record.shape[-1] - len(TENSORS)), 0.0, np.float32)
     return gradients, lax.concatenate([*amaxes, rest], record.ndim - 1)
 
@@ -144,14 +139,11 @@ def _scales(record: Array, spec: AttentionSpec) -> TensorScales:
 def _amaxes(
     tensors: Sequence[Float[Array, "..."]],
     others: Float32[Array, "*ensemble others"],
-    record: Array,
     spec: AttentionSpec,
 ) -> Float32[Array, "*ensemble amaxes"]:
-    """The amaxes of tensors, then others; the largest over all devices that share the state."""
+    """The amaxes of tensors, then others."""
     amaxes = [lax.expand_dims(amax(x, spec.ensemble), (spec.ensemble,)) for x in tensors]
-    joined = lax.concatenate([*amaxes, others], spec.ensemble)
-    axes = axes_to_reduce(tensors[:1], varying_axes(record))
-    return lax.pmax(joined, axes) if axes else joined
+    return lax.concatenate([*amaxes, others], spec.ensemble)
 
 
 # --- The primitives ---------------------------------------------------------------------------------------------------
@@ -163,7 +155,7 @@ fp8_attention_tangent_p = Primitive("fp8_attention_tangent")
 
 
 def _attention(query: Array, key: Array, value: Array, record: Array, *, spec: AttentionSpec) -> Array:
-    return _forward(query, key, value, record, spec=spec, differentiated=False)[0]
+    return _forward(query, key, value, in_product(record), spec=spec, differentiated=False)[0]
 
 
 def _attention_aval(query: Any, *others: Any, spec: AttentionSpec) -> Any:
@@ -174,8 +166,7 @@ def _linearize(linear: Sequence[bool], *primals: Any, spec: AttentionSpec) -> An
     query, key, value, record = primals
     if any(linear[:3]):
         require_differentiated_state(record, linear[3])
-    if linear[3]:
-        require_gradient_inside(record)
+    record = in_product(record)
     out, residuals = _forward(query, key, value, record, spec=spec, differentiated=True)
     bind = lambda residuals, tangents: fp8_attention_tangent_p.bind(
         *tangents, *residuals, spec=spec, linear=tuple(linear)
@@ -212,10 +203,9 @@ def _transpose(grad: Any, *args: Any, spec: AttentionSpec, linear: tuple[bool, .
     if linear[3]:
         require_transposed_state(tangents[3], tangents[:3])
     dtypes = tuple(t.aval.dtype if ad.is_undefined_primal(t) else spec.out_dtype for t in tangents[:3])
-    gradients, cotangent = _backward(grad, residuals, spec=spec, dtypes=dtypes, update=linear[3])
-    if cotangent is not None:
-        cotangent = to_dtype_of(cotangent, tangents[3].aval)
-    pairs = zip((*gradients, cotangent), tangents, strict=True)
+    gradients, measured = _backward(grad, residuals, spec=spec, dtypes=dtypes, update=linear[3])
+    of_record = None if measured is None else cotangent(measured, tangents[3])
+    pairs = zip((*gradients, of_record), tangents, strict=True)
     cotangents = [ct if ad.is_undefined_primal(t) else None for ct, t in pairs if t is not None]
     return cotangents + [None] * len(residuals)
 
