@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+from jax.core import Tracer
 
 from .._jax.errors import (
     NotDifferentiable,
@@ -66,8 +67,10 @@ _NAN = (
 
 def _is_about_state(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Whether an error is about state, from what the plain gradient says: nothing, or that FP8 is the reason."""
+    # What is traced already stays so: shapes alone would not show that `vmap` maps an example, for instance.
+    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
     try:
-        eqx.filter_eval_shape(plain, *args, **kwargs)
+        plain(*args, **kwargs) if is_traced else eqx.filter_eval_shape(plain, *args, **kwargs)
     except NotDifferentiable:
         return True
     except Exception:  # noqa: BLE001 - the user's function may raise anything
