@@ -17,7 +17,7 @@ def needs(what: str) -> Iterator[None]:
     """Around imports and uses of JAX's private names; if one is gone, the error says what to install.
 
     Args:
-        what: What needs them; the subject of "... needs private names of JAX".
+        what: What needs them, such as "the preflight".
 
     Raises:
         ImportError: In place of an ImportError or AttributeError.

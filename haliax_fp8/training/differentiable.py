@@ -1,4 +1,4 @@
-"""Gradients that JAX can only take in one program, and the reasons why it cannot take some at all."""
+"""Gradients with exact state, which only a compiled program can take, and why JAX cannot take some at all."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ def differentiable[T](gradients_of: Callable[..., T], plain: Callable[..., Any],
         return _in_one_program(gradients_of, *args, **kwargs)
     except (NotDifferentiable, StateOutsideJit):
         raise
-    except (ValueError, TypeError, AssertionError, NotImplementedError, KeyError) as error:
+    except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
         if not _is_about_state(plain, *args, **kwargs):
             raise
         raise ValueError(_explanation(error)) from error
