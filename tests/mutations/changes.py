@@ -723,15 +723,15 @@ CHANGES = (
     Change(
         "a guard off its grid passes",
         "_state/guard.py",
-        "lax.bitwise_and(near, on_grid)",
+        "lax.bitwise_and(near, is_on_grid(guard))",
         "near",
         ("test_guard.py",),
     ),
     Change(
         "a guard of another scale passes",
         "_state/guard.py",
-        "lax.bitwise_and(near, on_grid)",
-        "on_grid",
+        "lax.bitwise_and(near, is_on_grid(guard))",
+        "is_on_grid(guard)",
         ("test_guard.py",),
     ),
     Change(
