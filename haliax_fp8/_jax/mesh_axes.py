@@ -58,11 +58,17 @@ def unchecked_axes() -> tuple[str, ...]:
     return manual if manual and not varying_axes(lax.axis_index(manual[0])) else ()
 
 
-def axes_of_parts(x: Array) -> tuple[str, ...]:
-    """The mesh axes over which devices hold parts of an operand, inside `shard_map`; all axes if this is unknown."""
+def axes_of_parts(x: Array, state: Array | None = None) -> tuple[str, ...]:
+    """The mesh axes over which devices hold parts of an operand, inside `shard_map`; all axes if this is unknown.
+
+    Args:
+        x: The operand.
+        state: Its state: axes over which devices have states of their own do not count.
+    """
     if not _manual_axes():
         return ()
-    return unchecked_axes() or tuple(sorted(varying_axes(x)))
+    own = frozenset() if state is None else varying_axes(state)
+    return unchecked_axes() or tuple(sorted(varying_axes(x) - own))
 
 
 def shared_axes(x: Array) -> tuple[str, ...]:
@@ -96,20 +102,6 @@ def _in_order(words: Array) -> Array:
     """The bits of floats as integers in the order of the floats; and back."""
     below_zero = lax.shift_right_arithmetic(words, np.int32(31))
     return lax.bitwise_xor(words, lax.bitwise_and(below_zero, np.int32(0x7FFFFFFF)))
-
-
-def axes_to_reduce(measured: Sequence[Array], state_axes: frozenset[str]) -> tuple[str, ...]:
-    """The mesh axes over which devices measured parts of operands but share the state, inside `shard_map`.
-
-    Args:
-        measured: The measurements, or the operands that they were taken of.
-        state_axes: The axes over which the state differs from device to device.
-    """
-    if not _manual_axes():
-        return ()
-    if unchecked := unchecked_axes():
-        return unchecked  # Nothing is known; a superfluous maximum does no harm.
-    return tuple(sorted(frozenset().union(*map(varying_axes, measured)) - state_axes))
 
 
 def _manual_axes() -> tuple[str, ...]:

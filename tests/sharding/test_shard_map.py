@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
+from transformations import with_custom_vjp
 
 import haliax_fp8 as fp8
 from haliax_fp8.attention import Fp8Attention
@@ -352,3 +353,27 @@ def test_a_training_step_takes_one_maximum(check_vma, microbatches):
         for on_devices, of_one in zip(tables(compiled(arrays, ROWS)), expected, strict=True):
             for table in on_devices:
                 np.testing.assert_array_equal(table, of_one)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_lost_state_is_told_from_frozen_layers(check_vma):
+    """As anywhere else: an error for what Equinox takes for a constant, and none for what the loss does."""
+
+    @eqx.filter_custom_jvp
+    def constant_state(layer, x):
+        return with_custom_vjp(lambda layer, x: layer(x))(layer, x)
+
+    @constant_state.def_jvp
+    def _(primals, tangents):
+        inner = with_custom_vjp(lambda layer, x: layer(x))
+        return eqx.filter_jvp(inner, primals, tangents)
+
+    frozen = lambda model, x: model["b"](lax.stop_gradient(model["a"](x[0]))).sum()
+    lost = lambda model, x: model["b"](constant_state(model["a"], x[0])).sum()
+    mesh = mesh_of("one axis")
+    assert_as_alone(a_step(frozen, MODEL, mesh, check_vma=check_vma)[0], frozen, MODEL, mesh, ROWS)
+    with pytest.raises(ValueError, match="takes state for a constant"):
+        alone(lost, MODEL, [ROWS])
+    with pytest.raises(ValueError, match="takes state for a constant"):
+        a_step(lost, MODEL, mesh, check_vma=check_vma)[0](ROWS)
