@@ -467,8 +467,8 @@ CHANGES = (
     Change(
         "with check_vma=False nothing is reduced",
         "_jax/mesh_axes.py",
-        "return unchecked_axes() or tuple(sorted(frozenset(_manual_axes()) - varying_axes(x)))",
-        "return tuple(sorted(frozenset(_manual_axes()) - varying_axes(x))) if not unchecked_axes() else ()",
+        "return unchecked_axes() or tuple(sorted(frozenset(manual_axes()) - varying_axes(x)))",
+        "return tuple(sorted(frozenset(manual_axes()) - varying_axes(x))) if not unchecked_axes() else ()",
         ("test_attention_state.py::test_shard_map_takes_the_maximum_over_devices",),
     ),
     Change(

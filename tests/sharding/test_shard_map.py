@@ -119,6 +119,23 @@ def test_gradients_by_others(taken, cast):
         gradient(False)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_exact_gradients(check_vma):
+    """Right around it; inside, its gradient would be added up once more."""
+    model, x, mesh = problem("delayed")
+    specs = dict(mesh=mesh, in_specs=(P(), P("rows")), out_specs=P(), check_vma=check_vma)
+    exact = fp8.training.exact_gradients
+    total = lambda loss: jax.shard_map(lambda model, x: lax.psum(loss(model, x), "rows"), **specs)
+    inside = jax.shard_map(lambda model, x: eqx.filter_grad(exact(loss))(model, x)[0], **specs)
+    for wrong in (inside, eqx.filter_grad(total(exact(loss)))):
+        with pytest.raises(ValueError, match="exact_gradients was differentiated inside shard_map"):
+            eqx.filter_jit(wrong)(model, x)
+    if check_vma:
+        op, _ = eqx.filter_jit(eqx.filter_grad(exact(total(loss))))(model, x)
+        whole, _ = eqx.filter_jit(fp8.filter_grad(loss))(model, x)
+        np.testing.assert_array_max_ulp(np.asarray(op.state.array), np.asarray(whole.state.array), 2)
+
+
 @pytest.mark.parametrize("specs", ["prefix", "leaves"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_around_it(check_vma, specs):
