@@ -142,6 +142,11 @@ def is_max_grad(x: object) -> bool:
     return isinstance(getattr(x, "dtype", None), _MaxGradDType)
 
 
+def devices_of(x: Any) -> tuple[str, ...]:
+    """The mesh axes along which whoever takes the gradient takes the maximum over devices; () of any other array."""
+    return x.dtype.devices if is_max_grad(x) else ()
+
+
 def to_max_grad(x: Array, devices: tuple[str, ...] = ()) -> Array:
     """Casts float32 to `fp32_max_grad`; returns `fp32_max_grad` unchanged.
 

@@ -62,8 +62,9 @@ def record_states(states: Sequence[OpState]) -> list[OpState]:
     }
     new = []
     for i, (state, table) in enumerate(zip(states, tables, strict=True)):
-        record, of_sharer = (_without_first(records[i], state), shared[i]) if i in shared else (records[i], ())
-        new.append(state.as_record(record, *of_sharer, devices=shared_axes(table)))
+        record, (of_input, position) = records[i], shared.get(i, (None, None))
+        record = record if of_input is None else _without_first(record, state)
+        new.append(state.as_record(record, of_input, position, shared_axes(table)))
     return new
 
 
@@ -82,7 +83,8 @@ def _without_first(record: Array, state: OpState) -> Array:
 def records_of_part(states: Sequence[OpState], records: Sequence[OpState]) -> list[OpState]:
     """What one of several parts of a step recorded, in float32, to be combined with the others' by maximum.
 
-    What is not finite becomes `-inf`, which no maximum sees: the amaxes of the other parts count.
+    What is not finite becomes `-inf`, which no maximum sees: the amaxes of the other parts count. Inside `shard_map`
+    each device's rows of a microbatch are a part.
 
     Args:
         states: Not looked at; `complete_states` takes them.

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float32
 
 from .._jax.explicit_axes import aval_of_result
 from .._jax.mapped_axis import to_front
-from .._jax.max_grad import is_max_grad, to_dtype_of, to_float32
+from .._jax.max_grad import devices_of, is_max_grad, to_dtype_of, to_float32
 from .._jax.mesh_axes import as_varying, largest_over_devices, marked_as_shared, unchecked_axes, varying_axes
 from .._jax.opaque import opaque_constant
 from ..recipes.scaling.base import AbstractScaling
@@ -65,7 +65,7 @@ def in_product(record: Array) -> Float32[Array, "*ensemble length"]:
     a state have the same scales.
     """
     scales = to_float32(record)
-    devices = record.dtype.devices if is_max_grad(record) else ()
+    devices = devices_of(record)
     return marked_as_shared(lax.stop_gradient(scales), devices) if devices else scales
 
 
@@ -149,7 +149,8 @@ def cotangent(measured: Float32[Array, "*ensemble length"], tangent: Any) -> Arr
         ValueError: If JAX would add what devices measured.
     """
     aval = tangent.aval
-    if is_max_grad(aval) and (axes := unchecked_axes()) and not set(axes) <= set(aval.dtype.devices):
+    # A record in float32 comes from a table, of which `_transpose` says the same.
+    if is_max_grad(aval) and (axes := unchecked_axes()) and not set(axes) <= set(devices_of(aval)):
         raise ValueError(_unchecked(axes))
     if axes := tuple(sorted(varying_axes(measured) - varying_axes(tangent))):
         measured = largest_over_devices(measured, axes)

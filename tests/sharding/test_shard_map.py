@@ -291,6 +291,26 @@ def test_branches_that_some_devices_take(loss, check_vma, mesh):
             assert new[name].dot_general.amax_history("input")[0] == np.abs(rows).max()
 
 
+def test_an_axis_that_divides_nothing():
+    """JAX knows of the output, and of a scan's carry, that they are the same along it, and adds nothing up."""
+    mesh, static = mesh_of("two axes"), eqx.filter(MODEL, eqx.is_array, inverse=True)
+
+    def loss(model, x):
+        body = lambda y, _: (jnp.tanh(jax.vmap(model["a"])(y)), None)
+        return (lax.scan(body, x, None, length=2)[0] ** 2).sum()
+
+    def inside(arrays, x):
+        value, gradient = fp8.filter_value_and_grad(loss)(eqx.combine(arrays, static), x)
+        return lax.psum(value, "x"), gradient
+
+    mapped = jax.shard_map(inside, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
+    value, gradient = jax.jit(mapped)(eqx.filter(MODEL, eqx.is_array), ROWS / 32)
+    expected, of_one = eqx.filter_jit(fp8.filter_value_and_grad(loss))(MODEL, ROWS / 32)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient["a"].weight, of_one["a"].weight, rtol=1e-5)
+    np.testing.assert_array_equal(gradient["a"].dot_general.state.array, of_one["a"].dot_general.state.array)
+
+
 class Block(eqx.Module):
     """Two layers in a branch; both read the same, so `share_input_scales` gives them one scale."""
 
