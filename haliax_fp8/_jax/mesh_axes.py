@@ -30,7 +30,7 @@ def as_varying(x: Array, others: Sequence[Any]) -> Array:
 
 def all_varying(*arrays: Array) -> Sequence[Array]:
     """The arrays, each marked as varying over all mesh axes over which any of them varies."""
-    if not _manual_axes():
+    if not manual_axes():
         return arrays
     axes = [varying_axes(x) for x in arrays]
     of_any = frozenset().union(*axes)
@@ -54,22 +54,28 @@ def automatic_axes() -> tuple[str, ...]:
 
 def unchecked_axes() -> tuple[str, ...]:
     """The mesh axes of a `shard_map` with `check_vma=False`, which does not know what varies; () elsewhere."""
-    manual = _manual_axes()
+    manual = manual_axes()
     return manual if manual and not varying_axes(lax.axis_index(manual[0])) else ()
 
 
-def axes_of_parts(x: Array) -> tuple[str, ...]:
-    """The mesh axes over which devices hold parts of an operand, inside `shard_map`; all axes if this is unknown."""
-    if not _manual_axes():
+def axes_of_parts(x: Array, state: Array | None = None) -> tuple[str, ...]:
+    """The mesh axes over which devices hold parts of an operand, inside `shard_map`; all axes if this is unknown.
+
+    Args:
+        x: The operand.
+        state: Its state: axes over which devices have states of their own do not count.
+    """
+    if not manual_axes():
         return ()
-    return unchecked_axes() or tuple(sorted(varying_axes(x)))
+    own = frozenset() if state is None else varying_axes(state)
+    return unchecked_axes() or tuple(sorted(varying_axes(x) - own))
 
 
 def shared_axes(x: Array) -> tuple[str, ...]:
     """The mesh axes along which all devices hold the same array, inside `shard_map`; all axes if this is unknown."""
-    if not _manual_axes():
+    if not manual_axes():
         return ()
-    return unchecked_axes() or tuple(sorted(frozenset(_manual_axes()) - varying_axes(x)))
+    return unchecked_axes() or tuple(sorted(frozenset(manual_axes()) - varying_axes(x)))
 
 
 def marked_as_varying(x: Array, axes: Sequence[str]) -> Array:
@@ -98,20 +104,6 @@ def _in_order(words: Array) -> Array:
     return lax.bitwise_xor(words, lax.bitwise_and(below_zero, np.int32(0x7FFFFFFF)))
 
 
-def axes_to_reduce(measured: Sequence[Array], state_axes: frozenset[str]) -> tuple[str, ...]:
-    """The mesh axes over which devices measured parts of operands but share the state, inside `shard_map`.
-
-    Args:
-        measured: The measurements, or the operands that they were taken of.
-        state_axes: The axes over which the state differs from device to device.
-    """
-    if not _manual_axes():
-        return ()
-    if unchecked := unchecked_axes():
-        return unchecked  # Nothing is known; a superfluous maximum does no harm.
-    return tuple(sorted(frozenset().union(*map(varying_axes, measured)) - state_axes))
-
-
-def _manual_axes() -> tuple[str, ...]:
+def manual_axes() -> tuple[str, ...]:
     """The mesh axes of the `shard_map` that is traced; () elsewhere, where nothing varies."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from .._jax.mesh_axes import axes_of_parts, axes_to_reduce, varying_axes
+from .._jax.mesh_axes import axes_of_parts, varying_axes
 from .._jax.opaque import opaque
 from .._jax.several_devices import divided_as_made
 from .._jax.xla import computed_together
@@ -236,7 +236,7 @@ def measured_parts(
     state_per_group = spec.contraction.state_per_group
     used = _used(x, operand, extras, spec) if spec.contraction.groups else None
     if isinstance(memory, MeasuredMemory):
-        members = Members(spec.ensemble, axes_to_reduce((x,), varying_axes(record)))
+        members = Members(spec.ensemble, axes_of_parts(x, record))
         active = None if used is None else share_of_active(extras[0], members)
         if used is not None:
             x, data = (jnp.where(used, values, np.asarray(0.0, values.dtype)) for values in (x, quantized.data))

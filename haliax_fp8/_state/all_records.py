@@ -83,7 +83,8 @@ def _without_first(record: Array, state: OpState) -> Array:
 def records_of_part(states: Sequence[OpState], records: Sequence[OpState]) -> list[OpState]:
     """What one of several parts of a step recorded, in float32, to be combined with the others' by maximum.
 
-    What is not finite becomes `-inf`, which no maximum sees: the amaxes of the other parts count.
+    What is not finite becomes `-inf`, which no maximum sees: the amaxes of the other parts count. Inside `shard_map`
+    each device's rows of a microbatch are a part.
 
     Args:
         states: Not looked at; `complete_states` takes them.

@@ -149,6 +149,7 @@ def cotangent(measured: Float32[Array, "*ensemble length"], tangent: Any) -> Arr
         ValueError: If JAX would add what devices measured.
     """
     aval = tangent.aval
+    # A record in float32 comes from a table, of which `_transpose` says the same.
     if is_max_grad(aval) and (axes := unchecked_axes()) and not set(axes) <= set(reduced_later(aval)):
         raise ValueError(_unchecked(axes))
     if axes := tuple(sorted(varying_axes(measured) - varying_axes(tangent))):

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .._jax.mesh_axes import as_varying, axes_to_reduce, varying_axes
+from .._jax.mesh_axes import as_varying, axes_of_parts
 from .._jax.still_rounded import still_rounded
 from .._numerics.formats import Format
 from .._numerics.quantized_array import divide_by
@@ -82,7 +82,7 @@ def send_rows(
         )
     # If differentiated, the amax would become a sum over devices.
     amax = jnp.max(jnp.abs(round_to(lax.stop_gradient(rows), op.compute_dtype)), initial=0.0)
-    axes = axes_to_reduce((rows,), varying_axes(scale))
+    axes = axes_of_parts(rows, scale)
     amax = lax.pmax(amax, axes) if axes else amax
     return _send(rows, scale, amax, spec, exchange, gradient_format)
 

@@ -11,6 +11,7 @@ from haliax.quantization import CustomGradientAccumulation
 from jax import lax
 
 from .._jax.max_grad import is_max_grad
+from .._jax.mesh_axes import manual_axes
 from .gradients import filter_value_and_grad
 from .updates import common_dtype, in_float32
 
@@ -33,7 +34,8 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
         A function with the same arguments and results.
 
     Raises:
-        ValueError: When called, if it is differentiated with respect to anything except its first argument.
+        ValueError: When called, if it is differentiated with respect to anything except its first argument, or inside
+            `shard_map`.
 
     Example:
         >>> def twice(layer, x):
@@ -70,6 +72,12 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
                 raise ValueError(
                     "a loss in exact_gradients was differentiated with respect to an argument other than its first, "
                     "the model; move everything that you differentiate into the first argument"
+                )
+            if axes := manual_axes():
+                # JAX would add, or not, over devices what this gradient has summed already.
+                raise ValueError(
+                    f"a loss in exact_gradients was differentiated inside shard_map over {axes}; call "
+                    "haliax_fp8.filter_grad(loss_fn) there, or take exact_gradients of a loss that calls shard_map"
                 )
             values = jax.tree.map(lambda x: x.value, (of_model, of_others), is_leaf=_is_primal)
             result, gradients = evaluate(filter_value_and_grad(loss_fn, has_aux=has_aux), *values)

@@ -145,6 +145,7 @@ class _ValueAndGrad(eqx.Module):
 
         def missing_in_plain_gradient() -> set[int]:
             """The states that get no gradient even if they are floats like any other."""
+            # Not the tables, which some `shard_map`s refuse to differentiate.
             differentiated, rest = parts_with([jax.tree.map(to_float32, record) for record in record_states(states)])
             loss = functools.partial(of, rest=rest, reached=(plain := Reached()))
             jax.eval_shape(jax.grad(loss, has_aux=self.has_aux, allow_int=True), differentiated)

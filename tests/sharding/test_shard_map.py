@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
+from transformations import with_custom_vjp
 
 import haliax_fp8 as fp8
 from haliax_fp8.experimental.attention import Fp8Attention
@@ -116,6 +117,23 @@ def test_gradients_by_others(taken, cast):
     np.testing.assert_array_max_ulp(np.asarray(gradient(True).state.array), np.asarray(whole.state.array), 2)
     with pytest.raises(ValueError, match=REFUSED):
         gradient(False)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_exact_gradients(check_vma):
+    """Right around it; inside, its gradient would be added up once more."""
+    model, x, mesh = problem("delayed")
+    specs = dict(mesh=mesh, in_specs=(P(), P("rows")), out_specs=P(), check_vma=check_vma)
+    exact = fp8.training.exact_gradients
+    total = lambda loss: jax.shard_map(lambda model, x: lax.psum(loss(model, x), "rows"), **specs)
+    inside = jax.shard_map(lambda model, x: eqx.filter_grad(exact(loss))(model, x)[0], **specs)
+    for wrong in (inside, eqx.filter_grad(total(exact(loss)))):
+        with pytest.raises(ValueError, match="exact_gradients was differentiated inside shard_map"):
+            eqx.filter_jit(wrong)(model, x)
+    if check_vma:
+        op, _ = eqx.filter_jit(eqx.filter_grad(exact(total(loss))))(model, x)
+        whole, _ = eqx.filter_jit(fp8.filter_grad(loss))(model, x)
+        np.testing.assert_array_max_ulp(np.asarray(op.state.array), np.asarray(whole.state.array), 2)
 
 
 @pytest.mark.parametrize("specs", ["prefix", "leaves"])
@@ -273,6 +291,26 @@ def test_branches_that_some_devices_take(loss, check_vma, mesh):
             assert new[name].dot_general.amax_history("input")[0] == np.abs(rows).max()
 
 
+def test_an_axis_that_divides_nothing():
+    """JAX knows of the output, and of a scan's carry, that they are the same along it, and adds nothing up."""
+    mesh, static = mesh_of("two axes"), eqx.filter(MODEL, eqx.is_array, inverse=True)
+
+    def loss(model, x):
+        body = lambda y, _: (jnp.tanh(jax.vmap(model["a"])(y)), None)
+        return (lax.scan(body, x, None, length=2)[0] ** 2).sum()
+
+    def inside(arrays, x):
+        value, gradient = fp8.filter_value_and_grad(loss)(eqx.combine(arrays, static), x)
+        return lax.psum(value, "x"), gradient
+
+    mapped = jax.shard_map(inside, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
+    value, gradient = jax.jit(mapped)(eqx.filter(MODEL, eqx.is_array), ROWS / 32)
+    expected, of_one = eqx.filter_jit(fp8.filter_value_and_grad(loss))(MODEL, ROWS / 32)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient["a"].weight, of_one["a"].weight, rtol=1e-5)
+    np.testing.assert_array_equal(gradient["a"].dot_general.state.array, of_one["a"].dot_general.state.array)
+
+
 class Block(eqx.Module):
     """Two layers in a branch; both read the same, so `share_input_scales` gives them one scale."""
 
@@ -352,3 +390,27 @@ def test_a_training_step_takes_one_maximum(check_vma, microbatches):
         for on_devices, of_one in zip(tables(compiled(arrays, ROWS)), expected, strict=True):
             for table in on_devices:
                 np.testing.assert_array_equal(table, of_one)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_lost_state_is_told_from_frozen_layers(check_vma):
+    """As anywhere else: an error for what Equinox takes for a constant, and none for what the loss does."""
+
+    @eqx.filter_custom_jvp
+    def constant_state(layer, x):
+        return with_custom_vjp(lambda layer, x: layer(x))(layer, x)
+
+    @constant_state.def_jvp
+    def _(primals, tangents):
+        inner = with_custom_vjp(lambda layer, x: layer(x))
+        return eqx.filter_jvp(inner, primals, tangents)
+
+    frozen = lambda model, x: model["b"](lax.stop_gradient(model["a"](x[0]))).sum()
+    lost = lambda model, x: model["b"](constant_state(model["a"], x[0])).sum()
+    mesh = mesh_of("one axis")
+    assert_as_alone(a_step(frozen, MODEL, mesh, check_vma=check_vma)[0], frozen, MODEL, mesh, ROWS)
+    with pytest.raises(ValueError, match="takes state for a constant"):
+        alone(lost, MODEL, [ROWS])
+    with pytest.raises(ValueError, match="takes state for a constant"):
+        a_step(lost, MODEL, mesh, check_vma=check_vma)[0](ROWS)

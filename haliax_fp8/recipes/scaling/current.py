@@ -20,7 +20,8 @@ class CurrentScaling(AbstractScaling):
     No state, and nothing is ever clipped; the price is that the tensor is read twice, once for its amax.
 
     Inside `jax.shard_map`, the amax is taken over all devices that hold parts of the tensor: along the mesh axes over
-    which it varies, or along all with `check_vma=False`, where JAX does not know what varies.
+    which it varies, or along all with `check_vma=False`, where JAX does not know what varies. So it must not be used in
+    a branch that only some devices take: they would wait for the others.
 
     Args:
         power_of_two: Round scales up to powers of two.
