@@ -70,7 +70,8 @@ def test_each_device_multiplies_its_own_rows_and_experts(device):
     for name, case in found.items():
         assert case["products"] == {"dgrad": "grouped f8", "wgrad": "grouped f8"}
         assert case["useful"] == 2 * 2 * ROWS * INPUTS * OUTPUTS // DEVICES
-        assert {" ".join(send) for send in case["sent"] if "f32[7]" not in send} == sent[name]
+        # Amaxes travel as whole numbers, of which NaN is the largest.
+        assert {" ".join(send) for send in case["sent"] if not {"f32[7]", "s32[7]"} & {*send}} == sent[name]
     # XLA's dense products, 16 experts for each row, would be 16 times as much; tiles of small groups are not full.
     assert found["shard_map"]["computed"] <= 1.25 * found["shard_map"]["useful"]
     assert found["automatic axes"]["computed"] <= 3 * found["automatic axes"]["useful"]

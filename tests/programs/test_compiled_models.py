@@ -25,7 +25,9 @@ from haliax_fp8.preflight import Verdict, inspect_step
 
 
 E4M3, E5M2 = "f8e4m3fn", "f8e5m2"
-XLA_NAMES = {"E4M3": E4M3, "E5M2": E5M2}
+# Every number of E2M1 is one of E4M3, in which such kernels are multiplied.
+XLA_NAMES = {"E4M3": E4M3, "E5M2": E5M2, "E2M1": E4M3}
+IN_BLOCKS_OF_32 = ("deepseek", "mxfp8", "mxfp4_mxfp8")
 
 
 def total(products, figure):
@@ -100,9 +102,9 @@ DEQUANTIZED = "block scaling is emulated: the operands are dequantized and multi
 EMULATED = {
     **{
         (recipe, "h100"): (E4M3, "block-scaled products need compute capability 10.0")
-        for recipe in ("deepseek", "mxfp8")
+        for recipe in IN_BLOCKS_OF_32
     },
-    **{(recipe, "tpu7x"): ("bf16", f"{DEQUANTIZED} bf16") for recipe in ("deepseek", "mxfp8")},
+    **{(recipe, "tpu7x"): ("bf16", f"{DEQUANTIZED} bf16") for recipe in IN_BLOCKS_OF_32},
     **{("nvfp4", device): ("f32", f"{DEQUANTIZED} f32") for device in ("h100", "b200", "tpu7x")},
 }
 
@@ -161,7 +163,7 @@ def test_every_product_is_what_the_recipe_says(recipe, device):
         assert (found, product.verdict) == (dtypes, verdict), product
         assert product.reason.startswith(reason) and bool(product.reason) == bool(reason), product
     assert total(products, lambda p: p.flops) == {product: count * FLOPS for product, count in runs.items()}
-    if recipe in ("deepseek", "mxfp8") and device == "b200":
+    if recipe in IN_BLOCKS_OF_32 and device == "b200":
         # One launch each, scales applied in it.
         assert {product.implementation for product in products} == {"Triton scaled-dot"}
     # Rotations are products too. The way from a product back to the weight does not lead through blocks of 16.
