@@ -172,4 +172,6 @@ def test_every_product_is_what_the_recipe_says(recipe, device):
         assert rotations == {(Verdict.HIGH_PRECISION, "rotates an operand")}
     else:
         assert rotations == set()
+    # Nor through both casts of a kernel in E2M1.
+    if recipe not in ("nvfp4", "mxfp4_mxfp8"):
         assert layers(products) == {(product, name) for product in runs for name in SwiGLU.names}
