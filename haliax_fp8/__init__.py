@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ._einsum import Fp8Einsum
 from ._jax.max_grad import fp32_max_grad
 from ._op import Fp8DotGeneral
-from ._state.marker import OverwriteWithGradient
+from ._state.op_state import OverwriteWithGradient
 from .layers import Fp8Config, describe, fp8_linear_layers, quantize_kernels, restore_linear_layers
 from .recipes import DelayedScaling, Recipe
 from .statistics import quantization_statistics

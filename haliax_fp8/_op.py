@@ -14,21 +14,18 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from ._jax.explicit_axes import sharding_of_groups, sharding_of_product
+from ._jax.meshes import sharding_of_groups, sharding_of_product
 from ._product.arguments import check_groups, check_key, check_operands, floating_dtype, precision_of
-from ._product.contraction import AbstractContraction
+from ._product.contraction import AbstractContraction, DotContraction
 from ._product.dimensions import DimensionNumbers
-from ._product.dot import DotContraction
 from ._product.grouped.contraction import RaggedContraction
 from ._product.grouped.implementation import implementation_for
-from ._product.kernel_copies import KernelCopies, dtype_of_scales, require_fit
-from ._product.kernel_residual import KernelResidual
 from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
 from ._product.quantize_kernel import quantize_kernel
-from ._product.spec import ProductSpec
-from ._state.op_state import AbstractOp, OpState
-from ._state.require import leading_axes, require_state, require_stored_scales
+from ._product.quantized_kernel import KernelCopies, dtype_of_scales, require_fit
+from ._product.spec import KernelResidual, ProductSpec
+from ._state.op_state import AbstractOp, OpState, leading_axes, require_state, require_stored_scales
 from ._unconverted import LeftOut
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import OPERAND_NAMES, Recipe

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._jax import cudnn_attention
-from .._numerics.nearest import nearest
+from .._numerics.checks import nearest
 from ..layers.config import Fp8Config
 from ..layers.convert import fp8_linear_layers
 from ..models.transformer import MixtureOfExperts, Norm, Transformer, TransformerConfig, causal_attention, rotate

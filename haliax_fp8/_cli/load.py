@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .._numerics.nearest import nearest
+from .._numerics.checks import nearest
 
 
 class UsageError(Exception):

@@ -17,7 +17,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from ..devices.catalog import canonical
 from ..devices.device import Device
 from ..layers.config import Fp8Config
-from ..layers.description import describe
+from ..layers.describe import describe
 from ..preflight import PreflightError, PreflightReport, inspect_step
 from ..preflight.compilable.named import as_compilable
 from .demo import demo_by_name, demo_step

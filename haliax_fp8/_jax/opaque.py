@@ -22,8 +22,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 from jaxtyping import Array
 
-from .compiled_alone import compile_alone
 from .errors import NotDifferentiable
+from .primitives import compile_alone
 from .private import needs
 
 

@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
-from jax.extend.mlir.dialects import stablehlo
+from jax.extend.mlir.dialects import sdy, stablehlo
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from .after_partitioning import devices_of
+from .custom_partitioning import devices_of, has_its_part, is_divided_by_shardy
 
 
 def computed_together[T](values: T) -> T:
@@ -220,3 +221,118 @@ def _lowered(context: Any, x: Any, *, programs: Programs) -> Any:
 
 
 mlir.register_lowering(barrier_p, _lowered)
+
+
+def gathered_once(data: Array) -> Array:
+    """FP8 data that several products read, and devices may hold in parts.
+
+    Each of these products needs all parts. With a barrier, XLA sends them once for all products, and in FP8. Otherwise
+    it sends them before the cast, or for each product. On a single device a barrier would only keep XLA from fusing.
+    """
+    return barrier_p.bind(data, programs=Programs.FOR_SEVERAL_DEVICES)
+
+
+def transposed_separately_on_one[T](data: T) -> T:
+    """Like `transposed_separately`, for data that was `gathered_once`: a second barrier would send it again.
+
+    Args:
+        data: A tree of arrays.
+    """
+    return jax.tree.map(lambda x: barrier_p.bind(x, programs=Programs.FOR_ONE_DEVICE), data)
+
+
+def divided_as_made(parts: Array) -> Array:
+    """Amaxes of an array's parts, to be reduced over the last axis, divided as the array is.
+
+    XLA's partitioner divides arrays as their users are divided, and passes that on to their producers. The amaxes of
+    rows are joined with those of other operands, whose rows may be divided; without this barrier, an activation would
+    be divided like some kernel's rows. In programs for several devices, the maximum comes first, followed by zeros, so
+    that each device sends one number. On one device this would cost an additional launch, while one for all operands
+    is enough.
+
+    Args:
+        parts: The amaxes; none is negative.
+    """
+    return as_made_p.bind(parts)
+
+
+as_made_p = Primitive("fp8_divided_as_made")
+as_made_p.def_impl(lambda x: x)
+as_made_p.def_abstract_eval(lambda x: x)
+# Measurements are not differentiated.
+batching.primitive_batchers[as_made_p] = lambda args, axes: (as_made_p.bind(jnp.moveaxis(args[0], axes[0], 0)), 0)
+
+
+def _as_made_lowered(context: Any, x: Any) -> Any:
+    if not is_divided_by_shardy(context):
+        return [x]
+    (x,) = mlir.lower_fun(_largest_first, multiple_results=False)(context, x)
+    return [sdy.PropagationBarrierOp(x, _FORWARD).result]
+
+
+def _largest_first(x: Array) -> Array:
+    """The maximum along the last axis, then zeros."""
+    zeros = lax.full((*x.shape[:-1], x.shape[-1] - 1), 0, x.dtype)
+    return lax.concatenate((jnp.max(x, axis=-1, keepdims=True), zeros), x.ndim - 1)
+
+
+# Shardy's number for "from operands to results".
+_FORWARD = 1
+
+mlir.register_lowering(as_made_p, _as_made_lowered)
+
+
+def still_rounded(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """FP8 data that may be converted back in the same program; other data as they are.
+
+    Otherwise XLA may drop both conversions, and with them the rounding.
+
+    Args:
+        x: The data of an operand, which a recipe may leave in high precision.
+    """
+    return still_rounded_in_parts(x, smallest=1)
+
+
+def still_rounded_in_parts(x: Float[Array, "*shape"], smallest: int) -> Float[Array, "*shape"]:
+    """An operand of a product that XLA widens only if an axis has a single element, whole or as devices divide it.
+
+    How many devices there are is known when the program is lowered. On enough of them the data are as `still_rounded`
+    returns them, otherwise as they are.
+
+    Args:
+        x: The data of an operand, which a recipe may leave in high precision.
+        smallest: The smallest side of the product's matrices.
+    """
+    return still_rounded_p.bind(x, smallest=smallest) if jnp.finfo(x.dtype).bits == 8 else x
+
+
+def _changed(x: Array) -> Array:
+    """The data, each byte combined with a 0 that XLA does not know: so it cannot tell that they are the same."""
+    zeros = lax.broadcast(not_constant(jnp.uint8(0)), x.shape)
+    return lax.bitcast_convert_type(lax.bitwise_xor(lax.bitcast_convert_type(x, jnp.uint8), zeros), x.dtype)
+
+
+def _batched(args: Any, axes: Any, *, smallest: int) -> tuple[Array, Any]:
+    return still_rounded_p.bind(*args, smallest=smallest), *axes
+
+
+def _jvp(primals: Any, tangents: Any, *, smallest: int) -> tuple[Array, Any]:
+    """The derivative of the identity: a tangent is not FP8 data."""
+    return still_rounded_p.bind(*primals, smallest=smallest), *tangents
+
+
+def _lowered_cast(context: Any, x: Any, *, smallest: int) -> Any:
+    # Inside `shard_map` the sizes are those of the parts already.
+    devices = 1 if has_its_part(context) else devices_of(context)
+    return _always(context, x) if smallest <= devices else [x]
+
+
+_always = mlir.lower_fun(_changed, multiple_results=False)
+
+still_rounded_p = Primitive("fp8_still_rounded")
+"""The identity."""
+still_rounded_p.def_impl(lambda x, smallest: x)
+still_rounded_p.def_abstract_eval(lambda x, smallest: x)
+batching.primitive_batchers[still_rounded_p] = _batched
+ad.primitive_jvps[still_rounded_p] = _jvp
+mlir.register_lowering(still_rounded_p, _lowered_cast)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .require import require
+from .checks import require
 
 
 @dataclasses.dataclass(frozen=True)

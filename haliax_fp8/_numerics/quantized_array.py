@@ -13,9 +13,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped
 
-from .._jax.still_rounded import still_rounded
+from .._jax.xla import still_rounded
 from .formats import FORMATS, Format, saturating_cast
-from .rotation import Rotation
+from .rounding import Rotation
 
 
 type Cast = Callable[[Array], Array]

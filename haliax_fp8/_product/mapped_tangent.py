@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from .._jax.mapped_axis import to_front
+from .._jax.primitives import to_front
 from .._numerics.quantized_array import QuantizedArray
-from .kernel_copies import KernelCopy, with_leading_axis
+from .quantized_kernel import KernelCopy, with_leading_axis
 from .spec import ProductSpec
 from .three_products import Residuals, array_of_kept
 

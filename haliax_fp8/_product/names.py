@@ -3,7 +3,7 @@
 import re
 from typing import Final
 
-from .._numerics.rotation import ROTATION as ROTATION
+from .._numerics.rounding import ROTATION as ROTATION
 
 
 FP8_DOT_GENERAL: Final = "fp8_dot_general"

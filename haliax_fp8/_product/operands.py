@@ -9,19 +9,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from .._jax.mesh_axes import axes_of_parts, varying_axes
+from .._jax.meshes import axes_of_parts, varying_axes
 from .._jax.opaque import opaque
-from .._jax.several_devices import divided_as_made
-from .._jax.xla import computed_together
+from .._jax.xla import computed_together, divided_as_made
 from .._numerics.quantized_array import QuantizedArray
 from .._state.record import operand_scales
 from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
 from ..recipes.scaling import MeasuredMemory, OperandUse, of_all_elements
-from ..recipes.scaling.operand_statistics import Members, share_of_active
-from .grouped.rows import largest_of_groups, of_each_row, used_rows
-from .kernel_copies import KernelCopies, KernelCopy, values_of
-from .scales import FLOAT32, each_row_scaled
+from ..recipes.scaling.measured import Members, share_of_active
+from .grouped.one_device import largest_of_groups, of_each_row, used_rows
+from .quantized_kernel import KernelCopies, KernelCopy, values_of
+from .scaled_product import FLOAT32, each_row_scaled
 from .spec import ProductSpec
 
 

@@ -10,7 +10,7 @@ gradients; and forward mode works, which `custom_vjp` refuses.
       jvp       -> fp8_dot_tangent(tangents..., residuals...)      linear in the tangents
       transpose -> quantize the output's gradient; dgrad, wgrad; amaxes as the record's cotangent
 
-Residuals are the quantized operands, once each (of a kernel often nothing, see `_product/kernel_residual.py`), and a
+Residuals are the quantized operands, once each (of a kernel often nothing, see `_product/spec.py`), and a
 few numbers. State enters as one array of scales (none for a stateless recipe), and its cotangent is what was measured:
 see `_state/record.py`, and `_jax/max_grad.py` for several uses.
 """
@@ -25,18 +25,16 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, UInt32
 
-from .._jax.after_partitioning import lower_with_devices
-from .._jax.explicit_axes import aval_of_result, with_automatic_axes
-from .._jax.linearization import define_linearization
-from .._jax.mapped_axis import to_front
+from .._jax.custom_partitioning import lower_with_devices
 from .._jax.max_grad import require_differentiated_state, require_transposed_state
-from .._jax.mesh_axes import all_varying
+from .._jax.meshes import all_varying, aval_of_result, with_automatic_axes
+from .._jax.primitives import define_linearization, to_front
 from .._numerics.quantized_array import QuantizedArray
+from .._state.op_state import warn_of_constant_state
 from .._state.record import cotangent, repeated
-from .._state.require import warn_of_constant_state
 from ..devices.units import MX_UNITS
-from .kernel_copies import KernelCopies, KernelCopy, folded, is_mapped, shape_of
 from .mapped_tangent import TangentArguments, with_mapped_axis
+from .quantized_kernel import KernelCopies, KernelCopy, folded, is_mapped, shape_of
 from .spec import ProductSpec
 from .three_products import backward, forward, fprop_alone, tangent
 

@@ -10,15 +10,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from .._jax.constraint import divided
-from .._jax.several_devices import gathered_once
-from .._jax.xla import transposed_once
+from .._jax.meshes import divided
+from .._jax.xla import gathered_once, transposed_once
 from .._numerics.quantized_array import QuantizedArray
 from .._state.record import in_product
 from .._state.table import numbers_of
 from ..recipes.recipe import USES, ProductName
-from .kernel_copies import Bits, KernelCopies, KernelCopy
 from .operands import measured_parts, quantize_operand, round_to, scales_of
+from .quantized_kernel import Bits, KernelCopies, KernelCopy
 from .spec import ProductSpec
 
 

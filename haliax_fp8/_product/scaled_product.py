@@ -1,33 +1,125 @@
-"""A product with one scale, whose platform decides how it is computed: that is known when a program is lowered.
-
-On NVIDIA GPUs a product in bfloat16 is the product of the FP8 data, in bfloat16, times the scale. cuBLASLt computes
-both at once and rounds once. Triton kernels, which XLA prefers by default, read FP8 only if the FP8 data are
-multiplied directly: for dequantized operands they read bfloat16. And whatever XLA puts between product and scale (a
-sum over devices, a slice of a padded product), the scale stays exact, because bfloat16 can represent it.
-
-Elsewhere the product is stored in float32, multiplied, and rounded.
-
-`lax.platform_dependent` does the same, but traces what both compute, and a conditional: for every product, twice as
-many equations.
-"""
+"""A product of FP8 data, and where the scales of its operands are applied."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float, Float32
 
-from .._jax.compiled_alone import compile_alone
-from .._jax.explicit_axes import aval_of_result
-from .._jax.lowered_by_platform import lower_by_platform
-from .._jax.mapped_axis import to_front
-from .._jax.mesh_axes import all_varying
-from .._numerics.quantized_array import QuantizedArray
+from .._jax.meshes import all_varying, aval_of_result
+from .._jax.primitives import compile_alone, lower_by_platform, to_front
+from .._numerics.quantized_array import QuantizedArray, expand
 from .dimensions import DotDimensions
-from .scales import dot_times_scale, is_exact
+
+
+FLOAT32 = np.dtype(np.float32)
+
+
+# The significant bits of a bfloat16, the leading one included.
+_BFLOAT16_BITS = 8
+
+
+def is_exact(a: QuantizedArray, b: QuantizedArray, dtype: np.dtype) -> bool:
+    """Whether a product's dtype is bfloat16, and that holds the product of the operands' scales."""
+    return dtype == jnp.bfloat16 and a.scale_bits + b.scale_bits <= _BFLOAT16_BITS
+
+
+def dot_times_scale(
+    dot: Callable[[Array, Array, np.dtype], Array],
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    scale: Float32[Array, "*members"],
+    dtype: np.dtype,
+    *,
+    in_dtype: bool,
+) -> Float[Array, "..."]:
+    """`dot(a, b) * scale`, multiplied in a dtype that holds the scale exactly, or else in float32.
+
+    Args:
+        dot: The product of two arrays in a dtype.
+        a: The first operand's data.
+        b: The second's.
+        scale: The product of their scales; where leading axes of the result number members, one for each.
+        dtype: The dtype of the result.
+        in_dtype: Whether to multiply in it.
+    """
+    between = dtype if in_dtype else FLOAT32
+    out, scale = dot(a, b, between), lax.convert_element_type(scale, between)
+    if scale.ndim:
+        scale = lax.broadcast_in_dim(scale, out.shape, range(scale.ndim))
+    return lax.convert_element_type(lax.mul(out, scale), dtype)
+
+
+def rows_scaled(
+    out: Float32[Array, "..."], a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, dtype: np.dtype
+) -> Float[Array, "..."]:
+    """A product times the scales of its operands' rows.
+
+    Args:
+        out: The product of the data.
+        a: The first operand of `lax.dot_general`.
+        b: The second.
+        dims: What was contracted.
+        dtype: The dtype of the result.
+    """
+    batch, kept_a, kept_b = len(dims.lhs_batch), len(dims.lhs_free), len(dims.rhs_free)
+    of_a, of_b = (x.scale if x.scale.ndim else lax.reshape(x.scale, (1,) * x.data.ndim) for x in (a, b))
+    of_a = lax.transpose(of_a, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)
+    of_b = lax.transpose(of_b, dims.rhs_batch + dims.rhs_free + dims.rhs_contract)
+    of_a = lax.reshape(of_a, of_a.shape[: batch + kept_a] + (1,) * kept_b)
+    of_b = lax.reshape(of_b, of_b.shape[:batch] + (1,) * kept_a + of_b.shape[batch : batch + kept_b])
+    out = lax.mul(out, lax.mul(expand(of_a, out.shape), expand(of_b, out.shape)))
+    return lax.convert_element_type(out, dtype)
+
+
+def members_dot(
+    dot: Callable[[Array, Array], Array],
+    a: QuantizedArray,
+    b: QuantizedArray,
+    batch: int,
+    dtype: np.dtype,
+    scale: Float32[Array, "..."] | None,
+) -> Float[Array, "..."]:
+    """`dot(a, b)` in a dtype, where members of leading axes have a scale each. Other scales do not factor out.
+
+    Args:
+        dot: The product of two arrays, in float32.
+        a: Its first operand.
+        b: Its second.
+        batch: How many leading axes number members.
+        dtype: The dtype of the result.
+        scale: The product of both scales, if that is computed already.
+    """
+    if any(count > 1 for x in (a, b) for count in x.scale.shape[batch:]):
+        return dot(a.dequantize(), b.dequantize()).astype(dtype)
+    out = dot(a.data, b.data)
+    if scale is None:
+        of_a, of_b = (x.scale.reshape(x.scale.shape[:batch]) for x in (a, b))
+        scale = of_a * of_b
+    return (out * scale.reshape(scale.shape + (1,) * (out.ndim - scale.ndim))).astype(dtype)
+
+
+def each_row_scaled(
+    values: Float32[Array, "*rows columns"], of_rows: Float32[Array, "*leading"], dtype: np.dtype
+) -> Float[Array, "*rows columns"]:
+    """A product of groups of rows, or an operand of one, each row or member times the scale of its group.
+
+    Args:
+        values: The product of the data; or an operand's data, unscaled.
+        of_rows: The scale of each element of the leading axes; of a product, both operands' scales multiplied.
+        dtype: The dtype of the result.
+    """
+    return (values * lax.expand_dims(of_rows, range(of_rows.ndim, values.ndim))).astype(dtype)
+
+
+def scalar(x: Float32[Array, "..."]) -> Float32[Array, ""]:
+    """The only element."""
+    return x if x.ndim == 0 else lax.reshape(x, ())
 
 
 def scaled_product(

@@ -13,23 +13,24 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from .._jax.mesh_axes import automatic_axes
+from .._jax.meshes import automatic_axes
 from .._jax.opaque import opaque
-from .._jax.several_devices import gathered_once, transposed_separately_on_one
 from .._jax.xla import (
+    gathered_once,
     not_kept_from_forward,
     own_operand,
     own_precision,
     transposed_from_fp8,
     transposed_separately,
+    transposed_separately_on_one,
 )
 from .._numerics.quantized_array import QuantizedArray
 from .._state.record import Kept, in_product, measured_in_product, packed, unpacked
 from .._state.table import numbers_of, record_length
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
-from .kernel_copies import KernelCopies, KernelCopy, array_of
 from .names import DGRAD, FP4, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
 from .operands import Scales, from_saved, measured_parts, quantize_operand, round_to, saved_of, scaled_values, scales_of
+from .quantized_kernel import KernelCopies, KernelCopy, array_of
 from .spec import ProductSpec
 
 

@@ -1,7 +1,9 @@
-"""What an FP8 op remembers from step to step."""
+"""The marker type of state that gradients overwrite."""
 
 import abc
 import dataclasses
+import pathlib
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -9,19 +11,44 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haliax.quantization import CustomGradientAccumulation
 from haliax.state_dict import ModuleWithStateDictSerialization
 from jax import lax
 from jaxtyping import Array
 
 from .._jax.max_grad import is_max_grad, to_float32, to_max_grad
-from .._jax.mesh_axes import marked_as_varying
+from .._jax.meshes import marked_as_varying
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import AbstractScaling
 from .guard import fit
-from .marker import OverwriteWithGradient
 from .record import record_of_table
-from .table import first_table, guarded, unguarded
-from .together import overwrite_states
+from .table import first_table, guarded, numbers_of, unguarded
+from .update import overwrite_states
+
+
+class OverwriteWithGradient(CustomGradientAccumulation):
+    """Marks state whose gradient is not a direction, but the state of the next step.
+
+    `partition_for_grad_overwrite` finds state by this type, so that no optimizer, weight decay, clipping or average
+    ever touches it. It is a subclass of Haliax's marker: trainers written for `haliax.quantization` work unchanged.
+    """
+
+    @abc.abstractmethod
+    def accumulate[S](self: S, other: S) -> S:
+        """Combines the gradients of two evaluations from the same state, such as two microbatches."""
+
+    @abc.abstractmethod
+    def overwritten_by[S](self: S, gradient: S) -> S:
+        """The state of the next step, from this state and its gradient."""
+
+    @abc.abstractmethod
+    def with_max_gradients[S](self: S) -> S:
+        """This state with arrays whose gradients accumulate by maximum, for the differentiated function."""
+
+
+def is_state(node: Any) -> bool:
+    """Whether a node of a tree is state that gradients overwrite."""
+    return isinstance(node, OverwriteWithGradient)
 
 
 class OpState(OverwriteWithGradient):
@@ -204,3 +231,80 @@ class AbstractOp(ModuleWithStateDictSerialization):
     @abc.abstractmethod
     def observed(self) -> "AbstractOp":
         """This op in high precision, recording what its state needs."""
+
+
+KEEP_STATE_WITH_TRAINED = """Keep state with what is trained:
+    is_state = lambda node: isinstance(node, OverwriteWithGradient)
+    spec = jax.tree.map(is_state, model, is_leaf=is_state)
+then set the trained weights in spec to True, and split with eqx.partition(model, spec)."""
+"""How to split a model, for messages about state that went with the frozen weights."""
+
+# What is in these folders is not the user's, whom a warning should point at.
+_LIBRARIES = tuple(
+    str(pathlib.Path(file).parent) for file in (pathlib.Path(__file__).parent, jax.__file__, eqx.__file__)
+)
+
+
+def warn_of_constant_state(recipe: Recipe) -> None:
+    """Warns that a kernel's gradient was taken and that of its state was not, although steps should write it.
+
+    Args:
+        recipe: The recipe of the op.
+    """
+    if not numbers_of(recipe.scalings):
+        return
+    warnings.warn(
+        f"the gradient of an FP8 layer's weight was taken without that of its state ({recipe}): if this trains the "
+        "weight, the scales stay as they are for ever. eqx.partition put the state with the frozen weights, or the "
+        f"gradient is of the weights alone. {KEEP_STATE_WITH_TRAINED} In an analysis that does not train, ignore this",
+        stacklevel=2,
+        skip_file_prefixes=_LIBRARIES,
+    )
+
+
+def require_state(state: OpState | None, recipe: Recipe, groups: tuple[int, ...] = ()) -> None:
+    """Raises a ValueError unless a stateful recipe has the state of a single layer.
+
+    Args:
+        state: The state of an op; None if it has none.
+        recipe: Its recipe.
+        groups: The number of groups, if each has a state of its own.
+    """
+    if state is None:
+        if recipe.is_stateful:
+            raise ValueError(
+                f"an FP8 product with the recipe {recipe} was called without its state; if the model was split "
+                "(eqx.partition, eqx.filter), join its parts with eqx.combine first"
+            )
+        return
+    leading = leading_axes(state)
+    if leading != groups:
+        raise ValueError(
+            f"an FP8 product was called with the state of {leading} layers of an ensemble or a stack; call them under "
+            "eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each gets its own state"
+        )
+
+
+def leading_axes(state: OpState) -> tuple[int, ...]:
+    """The sizes of the axes in front of one op's state, of stacks, ensembles and groups.
+
+    () for a state that has something else in place of its array, as a tree of shapes or of shardings has.
+
+    Args:
+        state: The state of an op.
+    """
+    shape = getattr(state.table.array, "shape", ())
+    return shape[:-2] if isinstance(shape, tuple) else ()
+
+
+def require_stored_scales(recipe: Recipe) -> None:
+    """Raises a ValueError unless all operands have scales in the state, as groups with a state each need them.
+
+    Args:
+        recipe: The recipe of the op.
+    """
+    if not all(scaling.stores_scale for scaling in recipe.scalings):
+        raise ValueError(
+            f"scale_per_expert=True needs a recipe that stores the scales of all operands, and {recipe} does not; use "
+            '"delayed" or "static", or scale_per_expert=False'
+        )

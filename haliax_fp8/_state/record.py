@@ -25,11 +25,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float32
 
-from .._jax.explicit_axes import aval_of_result
-from .._jax.mapped_axis import to_front
 from .._jax.max_grad import is_max_grad, reduced_later, to_dtype_of, to_float32
-from .._jax.mesh_axes import as_varying, largest_over_devices, marked_as_shared, unchecked_axes, varying_axes
+from .._jax.meshes import (
+    as_varying,
+    aval_of_result,
+    largest_over_devices,
+    marked_as_shared,
+    unchecked_axes,
+    varying_axes,
+)
 from .._jax.opaque import opaque_constant
+from .._jax.primitives import to_front
 from ..recipes.scaling.base import AbstractScaling
 from .table import measured_in_record, next_table, numbers_of, record_length, scales_in
 

@@ -14,16 +14,14 @@ import numpy as np
 from jaxtyping import DTypeLike
 from rich.console import RenderableType
 
+from .._numerics.checks import require_bool
 from .._numerics.formats import E4M3 as FORMAT
-from .._numerics.require import require_bool
 from .._op import Fp8DotGeneral
 from .._printing import Printable, new_table
+from ..layers.checks import require_layers, require_own_state, unrecorded_operands
 from ..layers.config import Fp8Config, as_config
-from ..layers.model_argument import require_layers
-from ..layers.own_state import require_own_state
-from ..layers.patterns import Targets, as_patterns
 from ..layers.tensor_names import is_embedding, is_head
-from ..layers.uncalibrated import unrecorded_operands
+from ..layers.walk import Targets, as_patterns
 from ..recipes.recipe import SCALE_BITS, OperandName
 from ..recipes.scaling import AbstractScaling
 from .check import check_folder

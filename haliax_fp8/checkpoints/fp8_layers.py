@@ -11,7 +11,7 @@ import numpy as np
 
 from .._numerics.formats import FORMATS
 from ..layers.kernel import axes_of
-from ..layers.multiplied import named_behind
+from ..layers.quantized_kernels import named_behind
 from ..recipes.scaling import (
     AbstractScaling,
     BlockScaling,

@@ -11,9 +11,9 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..layers.checks import require_model
 from ..layers.equinox import plain_linear
 from ..layers.kernel import axes_of
-from ..layers.model_argument import require_model
 from .frozen_kernel import FrozenKernel
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._numerics.nearest import nearest
+from .._numerics.checks import nearest
+from ..layers.checks import require_layers
 from ..layers.config import Fp8Config, as_config
+from ..layers.equinox import rebuilt
 from ..layers.kernel import Kernel
-from ..layers.model_argument import require_layers
-from ..layers.rebuilt import rebuilt
 from ..layers.rule import LayerRule
 from ..layers.tensor_names import JOINED
 from ..serving.unstack import unstacked

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .._numerics.nearest import nearest
+from .._numerics.checks import nearest
 from .files import BrokenCheckpoint, TensorFolder
 from .files.folder import CONFIG
 from .scaled_matrix import ScaledMatrix

@@ -22,14 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyPath, SequenceKey
 
 from .._op import Fp8DotGeneral
-from .._state.marker import OverwriteWithGradient
+from .._state.op_state import OverwriteWithGradient
+from ..layers.convert import routers
 from ..layers.kernel import Kernel, axes_of, count
-from ..layers.only_if_named import OnlyIfNamed
-from ..layers.patterns import Pattern, matches
-from ..layers.router import routers
-from ..layers.rule import LayerRule, Refused
+from ..layers.rule import LayerRule, OnlyIfNamed, Refused
 from ..layers.served import AbstractServedLayer
-from ..layers.walk import rule_of
+from ..layers.walk import Pattern, matches, rule_of
 from .frozen import is_frozen
 from .layout import as_float32
 from .scaled_matrix import ScaledMatrix

@@ -1,4 +1,4 @@
-"""Fp8Config: which layers of a model are converted, and with which recipe."""
+"""The layer classes that are converted unless told otherwise: one rule per class."""
 
 import dataclasses
 import functools
@@ -7,19 +7,36 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import equinox as eqx
+import haliax.nn as hnn
 from jaxtyping import DTypeLike
 
-from .._numerics.nearest import explains_options, require_known
-from .._numerics.require import require_bool
+from .._numerics.checks import explains_options, require_bool, require_known
 from .._product.arguments import floating_dtype
-from .._product.kernel_residual import KernelResidual
+from .._product.spec import KernelResidual
 from ..recipes.catalog import RecipeLike, aliases, as_recipe, named
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import AbstractScaling, DelayedScaling
-from .default import default_rules
+from .equinox import EquinoxLinear
+from .haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
 from .only_where_faster import FasterOn
-from .patterns import Pattern, Targets, as_patterns
-from .rule import LayerRule
+from .rule import LayerRule, Refused
+from .served import ServedLayers
+from .walk import Pattern, Targets, as_patterns
+
+
+default_rules: tuple[LayerRule, ...] = (
+    ServedLayers(),
+    HaliaxLinear(),
+    HaliaxMoELinear(),
+    HaliaxEmbedding(),
+    EquinoxLinear(),
+    Refused(
+        (eqx.nn.GRUCell, eqx.nn.LSTMCell),
+        "a recurrent cell multiplies by raw weight matrices; use Fp8DotGeneral in a cell of your own",
+    ),
+    Refused((eqx.nn.Conv, eqx.nn.ConvTranspose, hnn.Conv, hnn.ConvTranspose), "convolutions have no FP8 product"),
+)
+"""The default rules of `Fp8Config`; the first one that fits a layer decides."""
 
 
 # What other libraries and people call these options, where the letters do not say it.

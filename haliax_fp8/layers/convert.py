@@ -1,4 +1,4 @@
-"""fp8_linear_layers: walks a model's tree and gives its linear layers an FP8 product."""
+"""Which layers are routers, those that choose the experts of a row in a mixture of experts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,14 +14,47 @@ from ..devices.xla_flags import XlaFlags
 from ..recipes.compiler_options import log_cost_of_flags
 from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
+from .checks import require_layers
 from .config import Fp8Config, Fp8Options, as_config
-from .model_argument import require_layers
-from .only_if_named import OnlyIfNamed
-from .patterns import Pattern, as_patterns, matches, unmatched_error
-from .router import ROUTER, routers
-from .rule import LayerRule
+from .kernel import Kernel, axes_of
+from .rule import LayerRule, OnlyIfNamed
 from .served import require_weights
-from .walk import find_layers, map_layers, nothing_to_convert, rule_of
+from .walk import Pattern, as_patterns, find_layers, map_layers, matches, nothing_to_convert, rule_of, unmatched_error
+
+
+ROUTER = OnlyIfNamed(
+    "a router is converted only if a target names it: its rounding errors change which experts a row gets"
+)
+
+
+def routers(kernels: Mapping[str, Kernel]) -> frozenset[str]:
+    """The paths of a model's routers.
+
+    A router is a layer whose outputs are the experts of another one, `Experts` of a `haliax.nn.MoELinear`, whatever its
+    name; or one with a part of its path called `router`. The name `gate` alone does not make a router: gated units have
+    gates too. A router has few outputs, so FP8 would save no time.
+
+    Args:
+        kernels: The kernels of a model's layers by path.
+
+    Example:
+        >>> import haliax as hax
+        >>> Embed, Experts = hax.Axis("embed", 8), hax.Axis("experts", 4)
+        >>> gate, up = Kernel(None, Embed, Experts), Kernel(None, Embed, hax.Axis("mlp", 16), Experts)
+        >>> sorted(routers({"moe.gate": gate, "moe.up": up})), sorted(routers({"mlp.gate": gate}))
+        (['moe.gate'], [])
+    """
+    experts = [_names(kernel.Experts) for kernel in kernels.values() if kernel.Experts is not None]
+    return frozenset(
+        path
+        for path, kernel in kernels.items()
+        if kernel.Experts is None and ("router" in path.split(".") or _names(kernel.Out) in experts)
+    )
+
+
+def _names(axes: Any) -> tuple[str, ...] | None:
+    """The names of axes; None if there are none, but a number."""
+    return None if axes is None or isinstance(axes, int | str) else tuple(axis.name for axis in axes_of(axes))
 
 
 @dataclasses.dataclass(frozen=True)

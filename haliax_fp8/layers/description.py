@@ -1,189 +1,391 @@
-"""describe: what every linear layer of a model runs in."""
+"""What `describe` returns: a row for each linear layer, as a table and as one line."""
 
+import collections
 import dataclasses
-import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
-import equinox as eqx
-import haliax as hax
-import haliax.nn as hnn
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-from .._op import Fp8DotGeneral
-from .._state.op_state import OpState
-from ..devices.device import Device, is_device_name
-from ..recipes.recipe import OPERAND_NAMES, Recipe
-from ..recipes.scaling import DelayedScaling
-from .arrays_outside import arrays_outside
-from .calls import with_calls_of_loss
-from .config import Fp8Config, as_config
-from .convert import decide
-from .description_result import ModelDescription
-from .layer_description import LayerDescription
-from .model_argument import require_layers
-from .only_if_named import OnlyIfNamed
+from .._printing import DottedName, Printable, columns, in_one_name, new_table, without_numbers
+from ..devices.device import Device
+from ..recipes.support import Support
+from .description_table import grouped
 from .only_where_faster import FasterOn
-from .ops import all_ops
-from .own_state import require_own_state
-from .rematerialization import find_rematerialized
-from .rule import LayerRule
-from .served import AbstractServedLayer
-from .uncalibrated import uncalibrated_operands, unrecorded_operands
+from .predicted_time import Prediction
 
 
-def describe(
-    model: Any,
-    config: Fp8Config | None = None,
-    *,
-    device: Device | str | None = None,
-    predict: FasterOn | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    batch: Any = (),
-) -> ModelDescription:
-    """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
+@dataclasses.dataclass(frozen=True, repr=False)
+class LayerDescription(Printable):
+    """One linear layer. Print it for a table.
 
     Args:
-        model: A converted model, or any other tree.
-        config: Another configuration than the model was converted with, to see what that would do; needed for layers of
-            custom rules.
-        device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
-            or emulated; by default the local one.
-        predict: The device and tokens for which to predict the gain of FP8, such as `FasterOn("h100", tokens=8192)`;
-            by default those of the configuration's `only_if`, if any. A layer in high precision is predicted with the
-            recipe that it would get.
-        loss_fn: `loss_fn(model, *batch)`, to find layers that it never calls: a model may multiply by a layer's weight
-            itself. It is traced, not run. Without it, a training step or `calibrate` has found those whose recipe
-            keeps state.
-        batch: The arguments of `loss_fn` after the model, as in `calibrate`: one, or a tuple of several. Their shapes,
-            `jax.ShapeDtypeStruct`, are enough.
-
-    Returns:
-        The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
-
-    Raises:
-        ValueError: If `model` is not a tree of layers, the device's name is unknown, or `config` is not an `Fp8Config`;
-            if `loss_fn` is not a function, or there is a batch without one; or if anything but its own update changed
-            the FP8 state of the model.
-
-    Example:
-        >>> In, Out = hax.Axis("in", 8), hax.Axis("out", 4)
-        >>> layer = hax.nn.Linear.init(In, Out, key=jax.random.key(0))
-        >>> describe({"up": layer})["up"].reason
-        'not converted'
+        path: Its path in the model.
+        shape: Its input and output axes.
+        stacked: The stacks that repeat it, such as `layers 12`.
+        recipe: The recipe that it runs, or how it is quantized for inference; None in high precision.
+        reason: Why it stays in high precision; empty for a converted layer.
+        support: How its products run on the requested device; None in high precision.
+        prediction: Its predicted times in bf16 and in FP8, whichever it runs in; None if not requested, or if unknown.
+        uncalibrated: The operands whose static scale is not calibrated yet.
+        recorded: Whether its delayed scales have recorded an amax; None if it has none. Abstract ones count
+            as recorded.
+        unrecorded: The operands with delayed scales that have recorded none; without the output gradient, which may be
+            all zeros.
+        uncalled: Why the loss never calls it, so that no product of it runs in FP8; empty if it does, and None if that
+            is not known.
+        is_fp4: Whether its kernel is in FP4.
+        scales: How whole-tensor scales are rounded when they are applied; empty if the layer has none.
+        is_linear: Whether it counts as a linear layer: not an embedding, unless it was converted, nor a convolution.
     """
-    require_layers(model, "describe(model)")
-    _require_no_device(config)
-    require_own_state(model)
-    named = None if device is None else Device.of(device, of="describe")
-    chosen = Device.default() if named is None else named
-    given = as_config(config)
-    predict = given.only_if if predict is None else predict
-    kept = _kept_reasons(model) if config is None else {}
-    if loss_fn is not None:
-        _require_loss(loss_fn)
-        model = with_calls_of_loss(model, loss_fn, batch if isinstance(batch, tuple) else (batch,), given.rules)
-    elif not (isinstance(batch, tuple) and not batch):
-        raise ValueError("batch was given without loss_fn; use describe(model, loss_fn=loss_fn, batch=(x, y))")
-    rows = []
-    for path, decision in decide(model, given).items():
-        layer, rule, stack = decision.layer, decision.rule, decision.stack
-        op, kernel = rule.op(layer), rule.kernel(layer)
-        recipe, residual = decision.selected, given.kernel_residual
-        text, multiplied = None, None
-        if op is not None:
-            recipe, residual = op.recipe, op.kernel_residual
-            text, multiplied = str(op.recipe), op.recipe
-        elif isinstance(layer, AbstractServedLayer):
-            text, multiplied = layer.kernel.text, layer.kernel.recipe
-        rows.append(
-            LayerDescription(
-                path=path,
-                shape=kernel.text,
-                stacked=_sizes(stack),
-                recipe=text,
-                reason="" if text is not None else kept.get(path) or decision.reason or "not converted",
-                support=None if multiplied is None else kernel.support(multiplied, chosen),
-                prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
-                uncalibrated=() if op is None else uncalibrated_operands(op.state),
-                **({} if op is None else _recorded(op, is_traced=loss_fn is not None)),
-                is_fp4=multiplied is not None and multiplied.kernel.format.bits <= 4,
-                scales="" if op is None else op.recipe.scales,
-                is_linear=text is not None or not _is_of_another_kind(layer, rule),
+
+    path: str
+    shape: str
+    stacked: str
+    recipe: str | None
+    reason: str
+    support: Support | None = None
+    prediction: Prediction | None = None
+    uncalibrated: tuple[str, ...] = ()
+    recorded: bool | None = None
+    unrecorded: tuple[str, ...] = ()
+    uncalled: str | None = None
+    is_fp4: bool = False
+    scales: str = ""
+    is_linear: bool = True
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the layer's products run in FP8, or in FP4: it is converted, and not known to be never called."""
+        return self.recipe is not None and not self.uncalled
+
+    @property
+    def precision(self) -> str:
+        """What its products run in, in a word."""
+        return ("FP4" if self.is_fp4 else "FP8") if self.is_fp8 else "high precision"
+
+    @property
+    def _amaxes(self) -> str:
+        if self.recorded and self.unrecorded:
+            return f"none of {' and '.join(self.unrecorded)} yet: zero, masked or not finite"
+        return {None: "", True: "recorded", False: "none recorded yet"}[self.recorded]
+
+    def __rich__(self) -> Table:
+        """What is known of it, a row each."""
+        missing = ", ".join(self.uncalibrated)
+        rows = {
+            "shape": self.shape,
+            "stack": self.stacked,
+            "runs in": f"high precision: {self.reason}" if self.recipe is None else self.uncalled or self.recipe,
+            "on device": "" if self.support is None else " ".join(str(self.support).split()),
+            "prediction": "" if self.prediction is None else " ".join(str(self.prediction).split()),
+            "calibrate": f"first: no scale for {missing}" if missing else "",
+            "amaxes": self._amaxes,
+            "scales": self.scales,
+        }
+        table = new_table(self.path or "(the module itself)")
+        table.show_header = False
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, text in rows.items():
+            if text:
+                table.add_row(name, Text(text))
+        return table
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ModelDescription(Printable):
+    """Every linear layer of a model. Iterate over it, or print it.
+
+    Args:
+        layers: The layers, in the order of the tree.
+        device: The requested device; if None, `support` refers to the local one.
+        predict: The device and tokens that times are predicted for; None if they are not.
+        rematerialized: The modules that `memory.rematerialize` changed: what each is, by path.
+        arrays: The floating-point arrays of two or more dimensions that belong to no layer of a known class, by path:
+            products with them stay in high precision.
+        head: The path of a converted layer that seems to be the head, by its name, or as the last of a list of layers;
+            empty if there is none.
+    """
+
+    layers: tuple[LayerDescription, ...]
+    device: Device | None = None
+    predict: FasterOn | None = None
+    rematerialized: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    arrays: tuple[str, ...] = ()
+    head: str = ""
+
+    def __iter__(self) -> Iterator[LayerDescription]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, path: str) -> LayerDescription:
+        """The layer at a path."""
+        for layer in self.layers:
+            if layer.path == path:
+                return layer
+        raise KeyError(f"no linear layer at {path!r}; there are {[layer.path for layer in self.layers]}")
+
+    @property
+    def fp8_count(self) -> int:
+        """How many layers run in FP8 or FP4."""
+        return sum(layer.is_fp8 for layer in self.layers)
+
+    @property
+    def fp4_count(self) -> int:
+        """How many of them have kernels in FP4."""
+        return sum(layer.is_fp8 and layer.is_fp4 for layer in self.layers)
+
+    @property
+    def count(self) -> int:
+        """How many linear layers there are, refused ones included; without embeddings that are not converted."""
+        return sum(layer.is_linear for layer in self.layers)
+
+    @property
+    def summary(self) -> str:
+        """One line for the start of a program: how many layers run in FP8, with which recipes, and whether natively.
+
+        Example:
+            >>> describe(fp8_linear_layers(model), device="h100").summary
+            'FP8: 2 of 2 linear layers, DelayedScaling E4M3/E4M3/E5M2, native on NVIDIA H100 80GB HBM3'
+        """
+        recipes = collections.Counter(layer.recipe for layer in self.layers if layer.is_fp8)
+        if not recipes:
+            return f"FP8: none of {self.count} linear layers"
+        counted = " + ".join(
+            f"{count} {recipe}" if len(recipes) > 1 else str(recipe) for recipe, count in recipes.items()
+        )
+        four, of = self.fp4_count, f"of {self.count} linear layers"
+        eight = self.fp8_count - four
+        counts = ", ".join([f"FP8: {eight} {of}"] * bool(eight) + [f"FP4: {four} {of}"] * bool(four))
+        described = f"{counts}, {counted}, {_where(self.layers, self.device)}"
+        waiting = sum(bool(layer.uncalibrated) for layer in self.layers)
+        return f"{described}, {waiting} to be calibrated first" if waiting else described
+
+    @property
+    def estimate(self) -> str:
+        """One line on the predicted time of the layers; empty if not requested."""
+        predicted = [(layer.is_fp8, layer.prediction) for layer in self.layers if layer.prediction is not None]
+        if self.predict is None or not predicted:
+            return ""
+        bf16 = sum(prediction.bf16 for _, prediction in predicted)
+        now = sum(prediction.fp8 if is_fp8 else prediction.bf16 for is_fp8, prediction in predicted)
+        least, most = (
+            bf16 / sum(p.bf16 / p.gain_range[end] if is_fp8 else p.bf16 for is_fp8, p in predicted) for end in (0, 1)
+        )
+        launching = sum(prediction.launching for is_fp8, prediction in predicted if is_fp8)
+        bound = "; launching takes longer than all the work" if launching > now / 2 else ""
+        times = f"{1e3 * now:.3g} ms a step instead of {1e3 * bf16:.3g} ms"
+        return (
+            f"{bf16 / now:.2f} times as fast as with all of them in bf16 ({least:.2f} to {most:.2f}; estimate for "
+            f"these layers' products on {self.predict}: {times}{bound})"
+        )
+
+    @property
+    def scales(self) -> str:
+        """How scales of whole tensors are rounded, over all layers; empty if there are none."""
+        found = "; ".join(dict.fromkeys(layer.scales for layer in self.layers if layer.scales))
+        return f"Scales: {found}" if found else ""
+
+    @property
+    def between(self) -> str:
+        """How many modules between the layers are rematerialized, by kind; empty if none is."""
+        counted = collections.Counter(self.rematerialized.values())
+        return "Rematerialized: " + ", ".join(f"{n} {kind}" for kind, n in counted.items()) if counted else ""
+
+    @property
+    def waiting(self) -> str:
+        """What is to be done if layers with delayed scaling still have their first scales; empty if none has."""
+        known = [layer for layer in self.layers if layer.recorded is not None and not layer.uncalled]
+        missing = [layer.path for layer in known if not layer.recorded and layer.uncalled is None]
+        if known and not any(layer.recorded for layer in known):
+            return "No amax recorded yet: calibrate, or write the state back with apply_updates"
+        if not missing:
+            return ""
+        return (
+            f"No amax recorded yet in {_names(missing)}: describe(model, loss_fn=loss_fn, batch=batch) shows whether "
+            "the loss calls these layers"
+        )
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What stays in high precision and may be meant not to, and the other way round."""
+        found = []
+        if self.head:
+            found.append(
+                f"The loss seems to read the output of {self.head}: such a layer is usually left in high precision, "
+                f"exclude={self.head!r}"
             )
+        if self.arrays:
+            array, them = f"{len(self.arrays)} arrays belong", "them"
+            if len(self.arrays) == 1:
+                array, them = "1 array belongs", "it"
+            found.append(
+                f"{array} to no known layer; products with {them} stay in high precision: {_names(self.arrays)}"
+            )
+        return tuple(found)
+
+    @property
+    def note(self) -> str:
+        """How the device runs FP8 products that it does not run natively."""
+        supports = [
+            (layer.recipe, layer.support) for layer in self.layers if layer.is_fp8 and layer.support is not None
+        ]
+        emulated = [(recipe, support) for recipe, support in supports if not support.is_native]
+        if not emulated:
+            return ""
+        device, is_named = emulated[0][1].device, self.device is not None
+        if device.emulates:
+            where = "this CPU" if self.device is None else "a CPU"
+            return f"FP8 products are emulated on {where}, with the same rounding"
+        of = "" if len(emulated) == len(supports) else f" of {len(emulated)} layer{'s' if len(emulated) > 1 else ''}"
+        said = f"FP8 products{of} are emulated on {device.kind}, slower than high precision:"
+        if is_named:
+            said = f"Conversion{of} is refused on {device.kind}, unless emulate=True asks for emulation:"
+        first, *others = dict.fromkeys(support.reason for _, support in emulated)
+        if not others:
+            return f"{said} {first}"
+        each = dict.fromkeys(f"- {recipe}: {support.reason}" for recipe, support in emulated)
+        return "\n".join([said, *each])
+
+    def __rich__(self) -> RenderableType:
+        recipes = {layer.recipe for layer in self.layers if layer.is_fp8}
+        (only,) = recipes if len(recipes) == 1 else (None,)
+        supports = {layer.support for layer in self.layers if layer.is_fp8 and layer.support is not None}
+        ways = {_verdict(support, self.device).plain for support in supports}
+        everywhere = f", {ways.pop()} on {self.device.kind}" if self.device is not None and len(ways) == 1 else ""
+        four, eight = self.fp4_count, self.fp8_count - self.fp4_count
+        counts = [f"{eight} in FP8"] * bool(eight or not four) + [f"{four} in FP4"] * bool(four)
+        first, *more = counts
+        count = ", ".join([first.replace(" in", f" of {self.count} linear layers in"), *more])
+        lines = self.estimate, self.note, self.waiting, *self.remarks, self.scales, self.between
+        return Group(
+            Text(f"{count}{f': {only}' if only else ''}{everywhere}", "bold"),
+            self._table(only, with_support=self.device is not None and not everywhere),
+            *(Text(line, "dim") for line in lines if line),
         )
-    if not any(row.recorded for row in rows):
-        # Before the first step, no operand is worth a word.
-        rows = [dataclasses.replace(row, unrecorded=()) for row in rows]
-    others = tuple(arrays_outside(model, given.rules))
-    head = _head(rows) if all_ops(model) else ""
-    return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)), others, head)
+
+    def _table(self, only: str | None, *, with_support: bool) -> Table:
+        kind = lambda layer: (_runs_in(layer, None).plain, layer.support, layer.prediction)
+        groups = list(grouped(self.layers, kind))
+        lengths = [len(group.prefix) for group in groups] + [
+            len(word) + (2 if group.prefix else 0)
+            for group in groups
+            for row in group.rows
+            for word in row.name.split()
+        ]
+        table = new_table("")
+        table.add_column("layer", overflow="fold")
+        for column in ("shape", "runs in", *(("on device",) if with_support else ())):
+            table.add_column(column, overflow="fold")
+        if self.predict is not None:
+            table.add_column("gain", no_wrap=True)
+        for group in groups:
+            if group.prefix:
+                table.add_row(DottedName(group.prefix), Text(group.stacked))
+            for row in group.rows:
+                indent = 2 if group.prefix else 0
+                stack = f" ({group.stacked})" if group.stacked and not group.prefix else ""
+                text = (row.name or "(the module itself)") + stack
+                name = Padding(Text(text), (0, 0, 0, indent)) if " " in text else DottedName(text, indent)
+                cells = [name, Text("\n".join(row.shapes)), _runs_in(row.layer, only)]
+                cells += [_verdict(row.layer.support, self.device)] if with_support else []
+                table.add_row(*cells, *([] if self.predict is None else [_gain(row.layer.prediction)]))
+        _divide_width(table, max(lengths, default=0))
+        return table
 
 
-def _is_of_another_kind(layer: Any, rule: LayerRule) -> bool:
-    """Whether a layer in high precision does not count as a linear one, such as an embedding."""
-    return isinstance(layer, hnn.Embedding) or isinstance(rule.refusal(layer), OnlyIfNamed)
+def _names(paths: Sequence[str]) -> str:
+    """The first names of layers; those that differ in their numbers alone as one."""
+    alike: dict[str, list[str]] = {}
+    for path in paths:
+        alike.setdefault(without_numbers(path), []).append(path or "the model itself")
+    names = [in_one_name(group) for group in alike.values()]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-_HEADS = ("head", "lm_head", "classifier", "logits", "to_logits", "unembed", "output", "output_layer", "out_layer")
-_LAST_OF_A_LIST = re.compile(r"[^\d.][^.]*\.\d+")
-
-
-def _head(rows: Sequence[LayerDescription]) -> str:
-    """The path of the converted layer whose output the loss seems to read, by its name or its place; or nothing."""
-    alone = [row for row in rows if row.is_linear and not row.stacked]
-    named = [row for row in alone if row.path.rpartition(".")[2] in _HEADS]
-    above = [row.path.rpartition(".")[0] for row in alone]
-    # The last layer of a list of layers, as in an MLP.
-    in_list = len(alone) > 1 and above[-1] == above[-2] and _LAST_OF_A_LIST.fullmatch(alone[-1].path)
-    last = named[-1:] or (alone[-1:] if in_list and alone[-1] is rows[-1] else [])
-    return last[0].path if last and last[0].is_fp8 else ""
-
-
-def _require_loss(loss_fn: Any) -> None:
-    if isinstance(loss_fn, eqx.Module) or not callable(loss_fn):
-        raise ValueError(
-            f"loss_fn is of type {type(loss_fn).__name__}, but must be a function: describe(model, loss_fn=loss_fn, "
-            "batch=(x, y)), which calls loss_fn(model, x, y)"
-        )
-
-
-def _kept_reasons(model: Any) -> dict[str, str]:
-    """Why layers stay in high precision, by path, as far as the model's conversions said."""
-    # All ops of a conversion keep one object.
-    found = {id(op.left_out): op.left_out.reasons for op in all_ops(model) if op.left_out is not None}
-    return {path: reason for reasons in found.values() for path, reason in reasons.items()}
-
-
-def _recorded(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
-    """What is known of an op's amaxes, as far as they can be read, and of its calls."""
-    uncalled = None if op.left_out is None else op.left_out.uncalled
-    if not isinstance(op.state, OpState):
-        return {"uncalled": uncalled}
-    named = zip(OPERAND_NAMES, op.state.scalings, strict=False)
-    delayed = {operand for operand, scaling in named if isinstance(scaling, DelayedScaling)}
-    # An output gradient of zeros leaves its history empty, even in training.
-    expected = delayed - {"output_grad"} or delayed
-    unrecorded = tuple(operand for operand in unrecorded_operands(op.state) if operand in expected)
-    recorded = len(unrecorded) < len(expected) if delayed else None
-    if recorded and uncalled and not is_traced:
-        uncalled = None  # another loss than the last one calls it
-    return {"recorded": recorded, "unrecorded": unrecorded, "uncalled": uncalled}
-
-
-def _require_no_device(config: Any) -> None:
-    if isinstance(config, Device) or (isinstance(config, str) and is_device_name(config)):
-        shown = repr(config) if isinstance(config, str) else "..."
-        raise ValueError(f"config is a device; use describe(model, device={shown})")
-
-
-def recipes_of(model: Any) -> list[Recipe]:
-    """The recipes of a model's FP8 products, each once.
+def _divide_width(table: Table, longest: int) -> None:
+    """Lets the names break last, and no column inside a word.
 
     Args:
-        model: A converted model, or any other tree.
+        table: With the names in its first column.
+        longest: The longest word of a name, with its indent.
     """
-    return list(dict.fromkeys(op.recipe for op in all_ops(model)))
+    console = Console(width=columns())
+    measured = [
+        [Measurement.get(console, console.options, cell) for cell in (column.header, *column.cells)]
+        for column in table.columns
+    ]
+    whole = [max(cell.maximum for cell in cells) for cells in measured]
+    words = [
+        length if column.no_wrap else max(cell.minimum for cell in cells)
+        for column, cells, length in zip(table.columns, measured, whole, strict=True)
+    ]
+    # Two blanks around each column, one between them, and one at both ends.
+    room = columns() - 3 * len(whole) - 1
+    if sum(whole) <= room:
+        return
+    names = min(28, longest, max(12, room - sum(words[1:])))
+    if names + sum(words[1:]) > room:
+        # A least width is only seen to after the space was divided, and the last column would be cut off.
+        table.columns[0].width = min(whole[0], max(names, 2 * columns() // 5), columns() // 2)
+        return
+    least, widths = [min(names, whole[0]), *words[1:]], list(whole)
+    while sum(widths) > room:
+        widest = max((i for i, width in enumerate(widths) if width > least[i]), key=widths.__getitem__)
+        widths[widest] -= 1
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
 
 
-def _sizes(stack: tuple[hax.Axis, ...]) -> str:
-    return " × ".join(f"{axis.name} {axis.size}" for axis in stack)
+def _where(layers: tuple[LayerDescription, ...], device: Device | None) -> str:
+    """Whether all converted layers run natively."""
+    supports = [layer.support for layer in layers if layer.is_fp8 and layer.support is not None]
+    if not supports:
+        return "inputs in high precision"
+    counts = collections.Counter(_verdict(support, device).plain for support in supports)
+    words = [word for word in ("native", "emulated", "refused") if counts[word]]
+    how = words[0] if len(words) == 1 else " and ".join(f"{counts[word]} {word}" for word in words)
+    return f"{how} on {supports[0].device.kind}"
+
+
+def _verdict(support: Support | None, device: Device | None) -> Text:
+    """How a converted layer's products run on the device that is named, in the words of `supported`.
+
+    Without a name the model is on the device already, so refused means emulated. The reason is in the note below the
+    table, where it is not broken.
+    """
+    if support is None:
+        return Text("")
+    word = support.outcome.value if support.is_native or device is not None else "emulated"
+    return Text(word, "green" if support.is_native else "yellow")
+
+
+def _runs_in(layer: LayerDescription, only: str | None) -> Text:
+    """The recipe, unless all layers have the same; or why there is none."""
+    # Text, not markup: a pattern such as `[a-z]*` in a reason is not a style.
+    if layer.recipe is None:
+        return Text(f"high precision: {layer.reason}", "yellow")
+    if layer.uncalled:
+        return Text(layer.uncalled, "yellow")
+    if layer.uncalibrated:
+        return Text(f"{layer.recipe}; calibrate first: no scale for {', '.join(layer.uncalibrated)}", "red")
+    text = layer.precision if layer.recipe == only else layer.recipe
+    if layer.unrecorded and (layer.recorded or layer.uncalled == ""):
+        missing = " and ".join(layer.unrecorded)
+        return Text(f"{text}; no amax of {missing} yet: zero, masked or not finite", "yellow")
+    return Text(text, "green")
+
+
+def _gain(prediction: Prediction | None) -> Text:
+    """How many times as fast FP8 is predicted to be."""
+    if prediction is None:
+        return Text("")
+    low, high = prediction.gain_range
+    style = "green" if prediction.gain >= 1.0 else "yellow"
+    return Text(f"{prediction.gain:.2f}× ({low:.2f} to {high:.2f})", style)

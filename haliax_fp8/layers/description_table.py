@@ -44,7 +44,7 @@ class LayerRow[L: Layer]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group[L: Layer]:
+class RowGroup[L: Layer]:
     """Rows of one stack.
 
     Args:
@@ -66,7 +66,7 @@ class Kind[L: Layer](Protocol):
         ...
 
 
-def grouped[L: Layer](layers: Sequence[L], kind: Kind[L]) -> Iterator[Group[L]]:
+def grouped[L: Layer](layers: Sequence[L], kind: Kind[L]) -> Iterator[RowGroup[L]]:
     """The rows of a table, in the order of the layers.
 
     Three or more siblings that differ in name and shape alone share a row, as the projections of an attention do. So do
@@ -85,7 +85,7 @@ def grouped[L: Layer](layers: Sequence[L], kind: Kind[L]) -> Iterator[Group[L]]:
         # A number alone would not name a layer.
         if not stacked and ("." not in prefix or any(row.without(prefix).name[:1].isdigit() for row in members)):
             prefix = ""
-        yield Group(prefix, stacked, tuple(row.without(prefix) for row in members))
+        yield RowGroup(prefix, stacked, tuple(row.without(prefix) for row in members))
 
 
 def _stack_or_root(row: "_Row[Any]") -> tuple[str, str]:

@@ -1,6 +1,7 @@
-"""Rules for Equinox's layers."""
+"""Modules made from attributes, as JAX makes one from its leaves: without their constructors."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -11,8 +12,22 @@ from jaxtyping import Array, Float
 from .._op import Fp8DotGeneral
 from .._product.arguments import check_operands
 from .kernel import Kernel
-from .rebuilt import rebuilt
 from .rule import LayerRule, integer_weight
+
+
+def rebuilt(cls: Any, attributes: Mapping[str, Any]) -> Any:
+    """A module of a class with these attributes.
+
+    A constructor would draw new weights, and may take other arguments.
+
+    Args:
+        cls: The class.
+        attributes: All that the module has, by name.
+    """
+    module = object.__new__(cls)
+    for name, value in attributes.items():
+        object.__setattr__(module, name, value)
+    return module
 
 
 class Fp8Linear(eqx.nn.Linear):

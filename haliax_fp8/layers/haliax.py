@@ -12,8 +12,7 @@ from haliax.quantization import DotGeneralOp
 from .._op import Fp8DotGeneral
 from .experts import MeshAxes, product_on_each_device
 from .kernel import Kernel, axes_of
-from .only_if_named import OnlyIfNamed
-from .rule import LayerRule, integer_weight
+from .rule import LayerRule, OnlyIfNamed, integer_weight
 
 
 @dataclasses.dataclass(frozen=True)

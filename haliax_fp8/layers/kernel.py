@@ -14,7 +14,7 @@ from .._op import Fp8DotGeneral
 from ..devices.device import Device
 from ..recipes.recipe import Recipe
 from ..recipes.support import Support, supported, supported_in_groups
-from .layer_work import LayerSize
+from .predicted_time import LayerSize
 
 
 # Equinox has numbers of features, or "scalar".

@@ -6,14 +6,13 @@ from typing import Any
 
 import haliax as hax
 
-from .._product.kernel_residual import KernelResidual
+from .._product.spec import KernelResidual
 from ..devices.catalog import canonical, peaks
 from ..devices.device import Device, devices
 from ..devices.peaks import Peaks
 from ..devices.roofline import LIKELY, Efficiency
 from ..recipes.recipe import Recipe
-from .layer_work import LayerWork
-from .prediction import Prediction, predict
+from .predicted_time import LayerWork, Prediction, predict
 from .rule import LayerRule
 
 

@@ -10,8 +10,8 @@ from jaxtyping import DTypeLike
 
 from .._op import Fp8DotGeneral
 from .kernel import Kernel
-from .patterns import path_string
 from .rule import LayerRule
+from .walk import path_string
 
 
 class AbstractServedLayer(eqx.Module):

@@ -1,16 +1,147 @@
-"""The walk over a model's tree: every layer that has a rule, with its path and the stacks that it is in."""
+"""Walking a model's tree: its layers and ops, their paths, and the patterns that select them."""
 
+import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
-from jax.tree_util import KeyEntry
+import numpy as np
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyEntry, SequenceKey
 
-from .patterns import path_string
+from .._numerics.checks import nearest
+from .._op import Fp8DotGeneral
 from .rule import LayerRule, Refused
+
+
+type Predicate = Callable[[str, Any], bool]
+type Pattern = str | re.Pattern[str] | Predicate
+type Targets = Pattern | Sequence[Pattern]
+
+
+def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
+    """One pattern or several as a tuple.
+
+    Args:
+        name: The argument's name, for errors.
+        targets: What the user gave.
+
+    Raises:
+        ValueError: If something is neither a string, a compiled regular expression nor a function, is a layer, or is an
+            empty string.
+    """
+    is_one = isinstance(targets, str | re.Pattern) or callable(targets)
+    patterns: tuple[Any, ...] = tuple(targets) if isinstance(targets, Iterable) and not is_one else (targets,)
+    for pattern in patterns:
+        if isinstance(pattern, eqx.Module):
+            raise ValueError(
+                f"{name} holds a layer of class {type(pattern).__name__}; give its path, such as 'layers.2', which "
+                f"print(describe(model)) shows, or a function: {name}=lambda path, layer: ..."
+            )
+        if not (isinstance(pattern, str | re.Pattern) or callable(pattern)):
+            raise ValueError(
+                f"{name} holds {pattern!r}; give the last part of a path ('up_proj'), a full path, a glob, "
+                "a regular expression, or a function (path, layer) -> bool"
+            )
+        if pattern == "":
+            raise ValueError(f"{name} holds an empty string, which selects no layer; '*' selects every one")
+    return patterns
+
+
+def matches(pattern: Pattern, path: str, layer: Any) -> bool:
+    """Whether a pattern selects a layer.
+
+    A string selects a path that it equals, whose last component it equals, or that it matches *in full* as a glob or
+    as a regular expression: `layers.1` selects `layers.1`, never `layers.10`.
+
+    Example:
+        >>> patterns = ("up", "blocks.0.mlp.up", "*.up", r".*\\.(up|down)", "mlp")
+        >>> [matches(pattern, "blocks.0.mlp.up", None) for pattern in patterns]
+        [True, True, True, True, False]
+    """
+    if isinstance(pattern, re.Pattern):
+        return pattern.fullmatch(path) is not None
+    if not isinstance(pattern, str):
+        selected = pattern(path, layer)
+        if hasattr(selected, "dtype") and not isinstance(selected, np.bool_):
+            raise ValueError(
+                f"a function among the patterns returned an array for {path!r} but must return True or False; "
+                "wrap its result in bool(...)"
+            )
+        return bool(selected)
+    if pattern in (path, path.rpartition(".")[2]) or fnmatch.fnmatchcase(path, pattern):
+        return True
+    try:
+        return re.fullmatch(pattern, path) is not None
+    except re.error:
+        return False  # a glob such as `*.up` is not a regular expression
+
+
+def unmatched_error(name: str, pattern: Pattern, paths: Sequence[str]) -> ValueError:
+    """The error for a pattern that selects none of `paths`."""
+    if not paths:
+        return ValueError(f"{name}={pattern!r} selects nothing: the model has no layer that can be converted")
+    shown = paths
+    if isinstance(pattern, str):
+        by_end = {path.rpartition(".")[2]: path for path in reversed(paths)}
+        near = nearest(pattern, [*paths, *by_end], 5)
+        shown = list(dict.fromkeys(by_end.get(n, n) for n in near)) or paths
+    listed = ", ".join(shown[:5]) + (f", … ({len(paths)} in all)" if len(paths) > 5 else "")
+    hint = ""
+    if isinstance(pattern, str) and any(path.startswith(f"{pattern}.") for path in paths):
+        hint = f"; {f'{pattern}.*'!r} selects what is beneath it"
+    return ValueError(f"{name}={pattern!r} selects no layer; the nearest are: {listed}{hint}")
+
+
+def path_string(path: Sequence[KeyEntry]) -> str:
+    """A path in a tree, its parts joined by dots.
+
+    Example:
+        >>> path_string((GetAttrKey("layers"), SequenceKey(0), DictKey("up")))
+        'layers.0.up'
+    """
+    parts = []
+    for key in path:
+        match key:
+            case GetAttrKey():
+                parts.append(key.name)
+            case SequenceKey():
+                parts.append(str(key.idx))
+            case DictKey() | FlattenedIndexKey():
+                parts.append(str(key.key))
+            case _:
+                parts.append(str(key).strip(".[]'\""))
+    return ".".join(parts)
+
+
+def all_ops(model: Any) -> list[Fp8DotGeneral]:
+    """Every op.
+
+    Args:
+        model: A converted model, or any other tree.
+    """
+    return [node for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)]
+
+
+def named_ops(model: Any) -> Iterator[tuple[str, Fp8DotGeneral]]:
+    """Every op with the path of its layer, empty for the model itself; slower than `all_ops`.
+
+    Args:
+        model: A converted model, or any other tree.
+    """
+    for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_op)[0]:
+        if is_op(node):
+            yield path_string(path).removesuffix("dot_general").removesuffix("."), node
+
+
+def is_op(node: Any) -> bool:
+    """Whether a node of a tree is an op."""
+    return isinstance(node, Fp8DotGeneral)
 
 
 STACKED = jax.tree_util.GetAttrKey("stacked")
@@ -90,3 +221,33 @@ def _public(cls: type) -> str:
     """The name by which a class is imported: those of Haliax and Equinox are in `nn`."""
     package = cls.__module__.partition(".")[0]
     return f"{package}.nn.{cls.__name__}" if package in ("haliax", "equinox") else f"{cls.__module__}.{cls.__name__}"
+
+
+class AbstractRematerialized(abc.ABC):
+    """A module that `haliax_fp8.memory.rematerialize` changed; a subclass of the class that it had."""
+
+    @property
+    @abc.abstractmethod
+    def in_short(self) -> str:
+        """What it is, such as `SwiGlu in float32`."""
+
+
+def find_rematerialized(model: Any) -> Iterator[tuple[str, str]]:
+    """The path of every such module in a tree, with what it is.
+
+    Args:
+        model: The tree.
+    """
+    # A module may hold others: what is found is taken apart again.
+    is_found = lambda node: isinstance(node, AbstractRematerialized)
+
+    def walk(prefix: tuple[Any, ...], tree: Any) -> Iterator[tuple[str, str]]:
+        is_leaf = lambda node: is_found(node) and node is not tree
+        for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+            if is_found(node):
+                yield path_string((*prefix, *path)), node.in_short
+                yield from walk((*prefix, *path), node)
+
+    if is_found(model):
+        yield "", model.in_short
+    yield from walk((), model)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._numerics.checks import require
 from .._numerics.formats import E4M3, Format
 from .._numerics.quantized_array import QuantizedArray
-from .._numerics.require import require
 from ..recipes.scaling import AbstractScaling, OperandUse, RowwiseScaling
 
 

@@ -9,9 +9,9 @@ import haliax as hax
 import haliax.nn as hnn
 import jax.numpy as jnp
 
-from ..layers.default import default_rules
+from ..layers.config import default_rules
+from ..layers.equinox import rebuilt
 from ..layers.kernel import Features, count
-from ..layers.rebuilt import rebuilt
 from ..layers.walk import rule_of
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Float32
 
-from ..layers.patterns import path_string
+from ..layers.walk import path_string
 
 
 type Named = Mapping[str, Float[Array, "..."]]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from .._jax.still_rounded import still_rounded
+from .._jax.xla import still_rounded
 from .._numerics.formats import saturating_cast
 from .arguments import Scale, Values, floating, format_of, scale_for, wide, wide_dtype
 

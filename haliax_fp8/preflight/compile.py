@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._jax.donated import donated_inside
 from .._jax.errors import UNREADABLE_CACHE, UNUSED_DONATION, is_of_another_architecture, lacks_ptxas
 from ..devices.xla_flags import XlaFlags
 from .compilable.device import CompilableDevice
@@ -244,3 +243,17 @@ def make_mesh(device: CompilableDevice, devices: int | None, mesh: MeshLike | No
         raise ValueError(f"devices={count} must be at least 1")
     types = getattr(mesh, "axis_types", None)
     return Mesh(np.asarray(device.devices(count)).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
+
+
+def donated_inside(traced: Any) -> list[bool]:
+    """Whether a `jit` inside a traced function donates each of its flat arguments.
+
+    Args:
+        traced: What `jax.jit(function).trace(...)` returned.
+    """
+    jaxpr = traced.jaxpr.jaxpr
+    donated = set()
+    for equation in jaxpr.eqns:
+        flags = equation.params.get("donated_invars", ())
+        donated |= {id(var) for var, flag in zip(equation.invars, flags, strict=False) if flag}
+    return [id(var) in donated for var in jaxpr.invars]

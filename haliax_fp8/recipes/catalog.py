@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
+from .._numerics.checks import nearest
 from .._numerics.formats import E2M1, E4M3
-from .._numerics.nearest import nearest
 from .._numerics.rounding import Rounding
 from .recipe import Quantization, Recipe
 from .scaling import (

@@ -5,8 +5,8 @@ import functools
 from collections.abc import Callable
 from typing import Literal
 
+from .._numerics.checks import require
 from .._numerics.formats import E4M3, E5M2, Format
-from .._numerics.require import require
 from .._numerics.rounding import Rounding
 from .scaling import (
     AbstractScaling,

@@ -2,18 +2,23 @@
 
 import dataclasses
 import enum
+import functools
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 from rich.console import RenderableType
 from rich.text import Text
 
 from .._numerics.formats import E4M3, E5M2
+from .._numerics.quantized_array import QuantizedArray, factors_out, in_mx_blocks
 from .._printing import Printable
-from ..devices.device import FP8_UNITS, Device
+from ..devices.device import Device
 from ..devices.grouped import BLOCK, GroupedImplementation
+from ..devices.units import FP8_UNITS, MX_UNITS
 from .catalog import RecipeLike, as_recipe
-from .fit import misfit
 from .recipe import Quantization, Recipe
-from .scaling import BlockScaling, HadamardScaling, MeasuredScaling
+from .scaling import BlockScaling, HadamardScaling, MeasuredScaling, OperandUse
 
 
 class Outcome(enum.Enum):
@@ -170,3 +175,37 @@ def require_support(recipe: Recipe, support: Support) -> None:
             f"{support.reason}. Leave the model unconverted, choose a recipe that supported(recipe, device) calls "
             "native, or request emulation with Fp8Config(emulate=True)"
         )
+
+
+# More than any block has: one as large as an axis looks like a row.
+_SIDE = 2**16
+
+
+@functools.cache
+def misfit(quantization: Quantization) -> str | None:
+    """Why products dequantize an operand although its scaling names units; None if they do not, or it names none.
+
+    Products look at the scales, not at `units`. So does this, on an abstract operand.
+
+    Args:
+        quantization: How the operand is quantized.
+    """
+    scaling = quantization.scaling
+    if scaling.units not in (FP8_UNITS, MX_UNITS):
+        return None
+
+    def quantized(x: Float[Array, "rows columns"]) -> QuantizedArray:
+        key = jax.random.key(0) if quantization.rounding.needs_key else None
+        stored = jnp.float32(1.0) if scaling.stores_scale else None
+        return scaling.quantize(
+            x, OperandUse(quantization.format, (1,), stored=stored, rounding=quantization.rounding, key=key)
+        )
+
+    made = jax.eval_shape(quantized, jax.ShapeDtypeStruct((_SIDE, _SIDE), jnp.float32))
+    if scaling.units == FP8_UNITS and not factors_out(made, (1,)):
+        found = f"{scaling} makes scales that change along the sum, but FP8 units only take scales of tensors or rows"
+    elif scaling.units == MX_UNITS and not in_mx_blocks(made, 1):
+        found = f"{scaling} makes scales that are not powers of two for whole blocks of 32, as MXFP8 units need"
+    else:
+        return None
+    return f"{found}: operands are dequantized first"

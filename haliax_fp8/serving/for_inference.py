@@ -7,15 +7,22 @@ import haliax as hax
 import jax
 from jaxtyping import DTypeLike
 
+from ..layers.checks import require_layers, require_model, require_own_state
 from ..layers.config import Fp8Config, as_config
-from ..layers.model_argument import require_layers, require_model
-from ..layers.own_state import require_own_state
-from ..layers.patterns import Targets, as_patterns, matches, unmatched_error
-from ..layers.router import routers
+from ..layers.convert import routers
 from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
 from ..layers.tensor_names import is_head
-from ..layers.walk import find_layers, map_layers_in_stacks, nothing_to_convert, rule_of
+from ..layers.walk import (
+    Targets,
+    as_patterns,
+    find_layers,
+    map_layers_in_stacks,
+    matches,
+    nothing_to_convert,
+    rule_of,
+    unmatched_error,
+)
 from .constructors import Constructor, constructors_with, made_for_inference
 from .of_training import served_kernel
 from .scheme import SchemeLike, as_scheme

@@ -9,17 +9,16 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from .._jax.explicit_axes import explicit_axes_of, sharding_of_product, with_automatic_axes
+from .._jax.meshes import explicit_axes_of, sharding_of_product, with_automatic_axes
 from .._numerics.quantized_array import QuantizedArray
 from .._product.arguments import precision_of
-from .._product.contraction import AbstractContraction
+from .._product.contraction import AbstractContraction, DotContraction
 from .._product.dimensions import DimensionNumbers
-from .._product.dot import DotContraction
 from .._product.grouped.contraction import RaggedContraction
 from .._product.grouped.implementation import implementation_for
 from ..recipes.recipe import SCALE_BITS, Recipe
 from ..recipes.scaling import StaticScaling
-from ..recipes.scaling.block_geometry import power_of_two
+from ..recipes.scaling.block import power_of_two
 from .product import ServedProduct, served_product
 from .scheme import Scheme
 

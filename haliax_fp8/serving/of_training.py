@@ -15,15 +15,14 @@ from jaxtyping import Array, Float
 from .._jax.max_grad import to_float32
 from .._numerics.quantized_array import QuantizedArray
 from .._op import Fp8DotGeneral
-from .._product.block_product import exponent_of
+from .._product.blocks import exponent_of
 from .._product.grouped.contraction import RaggedContraction
 from .._product.operands import quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
 from .._state.op_state import OpState
-from ..layers.multiplied import Multiplied, is_floating, multiplied, named_behind
-from ..layers.own_state import table_on_host
+from ..layers.checks import table_on_host, uncalibrated_operands, unrecorded_operands
+from ..layers.quantized_kernels import Multiplied, is_floating, multiplied, named_behind
 from ..layers.rule import LayerRule
-from ..layers.uncalibrated import uncalibrated_operands, unrecorded_operands
 from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling import MXFP8Scaling, OperandUse
 from .kernel import ServedKernel

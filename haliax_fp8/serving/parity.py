@@ -13,7 +13,7 @@ from jaxtyping import Array, Float32, Int
 from rich.console import RenderableType
 
 from .._printing import Printable, new_table
-from ..layers.model_argument import require_model
+from ..layers.checks import require_model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .._jax.mesh_axes import automatic_axes, axes_of_parts
+from .._jax.meshes import automatic_axes, axes_of_parts
 from .._jax.xla import on_cuda, own_operand
 from .._numerics.quantized_array import QuantizedArray
-from .._product.contraction import AbstractContraction
-from .._product.dot import DotContraction
-from .._product.grouped.rows import apart, of_each_row, together
+from .._product.contraction import AbstractContraction, DotContraction
+from .._product.grouped.one_device import apart, of_each_row, together
 from .._product.operands import round_to
 from ..recipes.scaling import OperandUse
 from .scheme import Scheme

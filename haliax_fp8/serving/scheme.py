@@ -4,9 +4,8 @@ import dataclasses
 import functools
 from typing import Any
 
+from .._numerics.checks import nearest, require
 from .._numerics.formats import E4M3, Format
-from .._numerics.nearest import nearest
-from .._numerics.require import require
 from ..recipes.recipe import OperandName, Quantization, Recipe
 from ..recipes.scaling import (
     AbstractScaling,

@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .._jax.mesh_axes import as_varying, axes_of_parts
-from .._jax.still_rounded import still_rounded
+from .._jax.meshes import as_varying, axes_of_parts
+from .._jax.xla import still_rounded
 from .._numerics.formats import Format
 from .._numerics.quantized_array import divide_by
 from .._op import Fp8DotGeneral

@@ -17,14 +17,11 @@ from rich.text import Text
 from .._jax.max_grad import to_max_grad
 from .._op import Fp8DotGeneral
 from .._printing import DottedName, Printable, new_table
-from ..layers.default import default_rules
-from ..layers.model_argument import require_layers
-from ..layers.ops import all_ops, is_op
-from ..layers.own_state import require_own_state
+from ..layers.checks import require_calibrated, require_layers, require_own_state
+from ..layers.config import default_rules
 from ..layers.quantized_kernels import require_no_kernel_copies
 from ..layers.rule import LayerRule
-from ..layers.uncalibrated import require_calibrated
-from ..layers.walk import find_layers, map_layers_in_stacks, nothing_to_convert, rule_of
+from ..layers.walk import all_ops, find_layers, is_op, map_layers_in_stacks, nothing_to_convert, rule_of
 from ..recipes.catalog import named
 from .result import numbered
 from .result_table import groups

@@ -7,9 +7,8 @@ import numpy as np
 
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
-from ..layers.model_argument import require_model
-from ..layers.ops import named_ops
-from ..layers.own_state import table_on_host
+from ..layers.checks import require_model, table_on_host
+from ..layers.walk import named_ops
 from ..recipes.scaling import DelayedScaling
 from .result import OPERANDS, numbered
 

@@ -13,13 +13,10 @@ from jaxtyping import Array
 from .._jax.errors import calls_users_function
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
-from ..layers.default import default_rules
-from ..layers.model_argument import require_model
-from ..layers.ops import all_ops, is_op, named_ops
-from ..layers.own_state import require_own_state
+from ..layers.checks import require_calibrated, require_model, require_own_state
+from ..layers.config import default_rules
 from ..layers.rule import LayerRule
-from ..layers.uncalibrated import require_calibrated
-from ..layers.walk import map_layers_in_stacks, rule_of
+from ..layers.walk import all_ops, is_op, map_layers_in_stacks, named_ops, rule_of
 from ..recipes.scaling import STATISTICS, AbstractScaling, DelayedScaling, MeasuredScaling
 from ..training.gradients import filter_grad
 from ..training.loss import scalar_loss

@@ -12,8 +12,8 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from .._jax.max_grad import to_dtype_of
 from .._op import Fp8DotGeneral
+from .._product.contraction import DotContraction
 from .._product.dimensions import DimensionNumbers
-from .._product.dot import DotContraction
 from .whole_batch import Whole, call_whole
 
 

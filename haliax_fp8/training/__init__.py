@@ -1,21 +1,22 @@
 """Training: gradients with exact maxima, the update of parameters and state, and what a training loop needs besides."""
 
 from .._state.op_state import OpState as OpState
-from ..layers.own_state import require_own_state as require_own_state
+from ..layers.checks import require_own_state as require_own_state
 from .calibration import calibrate as calibrate, fp8_states as fp8_states
-from .cast import cast_params as cast_params
-from .exact_loss import exact_gradients as exact_gradients
-from .finite import NonFiniteStep as NonFiniteStep, require_finite_step as require_finite_step
+from .cast import cast_params as cast_params, with_rounding_keys as with_rounding_keys
 from .gradients import (
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,
     with_max_gradients as with_max_gradients,
 )
-from .kernel_quantization import KernelQuantization as KernelQuantization
-from .keys import with_rounding_keys as with_rounding_keys
-from .monitor import CountedState as CountedState, Monitor as Monitor
-from .optimizer_state import transfer_optimizer_state as transfer_optimizer_state
-from .reduction import ReduceOnce as ReduceOnce
+from .loss import exact_gradients as exact_gradients
+from .microbatches import KernelQuantization as KernelQuantization, ReduceOnce as ReduceOnce
+from .monitor import (
+    CountedState as CountedState,
+    Monitor as Monitor,
+    NonFiniteStep as NonFiniteStep,
+    require_finite_step as require_finite_step,
+)
 from .step import TrainStep as TrainStep
 from .updates import (
     accumulate_gradients as accumulate_gradients,
@@ -23,4 +24,5 @@ from .updates import (
     incremental_update as incremental_update,
     partition_for_grad_overwrite as partition_for_grad_overwrite,
     trainable as trainable,
+    transfer_optimizer_state as transfer_optimizer_state,
 )

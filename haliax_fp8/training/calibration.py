@@ -11,13 +11,10 @@ import numpy as np
 from jax.core import Tracer
 
 from .._jax.errors import calls_users_function
-from .._state.marker import OverwriteWithGradient, is_state
-from .._state.op_state import AbstractOp, OpState
-from ..layers.calls import with_calls_of
-from ..layers.model_argument import require_model
-from ..layers.ops import all_ops
-from ..layers.own_state import require_whole_state
-from ..layers.uncalibrated import uncalibrated_operands, unrecorded_operands
+from .._state.op_state import AbstractOp, OpState, OverwriteWithGradient, is_state
+from ..layers.checks import require_model, require_whole_state, uncalibrated_operands, unrecorded_operands
+from ..layers.describe import with_calls_of
+from ..layers.walk import all_ops
 from .gradients import filter_grad
 from .loss import scalar_loss
 from .step_arguments import require_fit, require_model_first

@@ -1,23 +1,239 @@
-"""Loss and gradients of a batch, as a whole or in consecutive microbatches."""
+"""When a training step reduces gradients over devices, and in which dtype: the user's choice."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import enum
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+import numpy as np
+from haliax.partitioning import current_thread_local_mapping
+from haliax.quantization import CustomGradientAccumulation
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, DTypeLike, Key
 
-from .._jax.constraint import whole_in_front
-from .._jax.errors import calls_users_function
-from .device_parts import DeviceParts
+from .._jax.errors import calls_users_function, is_about_mapped_mesh_axis
+from .._jax.meshes import automatic_mesh, divided, whole_in_front
+from .._state.op_state import OverwriteWithGradient
+from .cast import with_rounding_keys
 from .gradients import filter_value_and_grad, value_and_grad_of_part, with_complete_states
-from .keys import with_rounding_keys
 from .loss import loss_and_aux, scalar_loss
-from .reduction import ReduceOnce
 from .updates import accumulate_gradients, in_float32, split_state, trainable_part
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceOnce:
+    """Adds up gradients on each device, and over devices once per step, in a dtype of your choice.
+
+    By default XLA decides, and gradients travel in the dtype of the products; if devices divide the weights (FSDP), in
+    every microbatch. With this choice each device takes the gradients of its own rows and adds them up in float32 over
+    the microbatches; then all devices reduce these sums. A weight's gradient travels once per step.
+
+    Until then every device holds a whole gradient in float32: four bytes for each weight that the other mesh axes do
+    not divide. Under FSDP that can exceed everything else on the device; see `docs/many-devices.md`.
+
+    The rows of a device count as a microbatch of their own. The loss is the mean over devices, and `current` and
+    `nvfp4` compute scales from the device's rows alone. Random keys are split for devices too, and arrays in `aux` have
+    an entry for each microbatch and device. Kernels are quantized once per step, as with `quantize_kernels="once"`, so
+    the loss must not cast them: convert with `compute_dtype=jnp.bfloat16` instead. Inside the loss, Haliax's axis
+    mapping omits the mesh axes of `over`.
+
+    Args:
+        over: The mesh axis, or axes, over which the rows of the batch are divided: "data", or ("replica", "data").
+        dtype: The dtype in which gradients travel and are added up: `jnp.float32` or `jnp.bfloat16`.
+
+    Raises:
+        ValueError: If `over` names nothing, or `dtype` is not a floating-point dtype of at least 16 bits. When the step
+            is called: if no mesh with these axes as automatic axes is set, or they do not divide the batch.
+
+    References:
+        `MixedPrecisionPolicy(reduce_dtype=...)` and `set_requires_gradient_sync` of PyTorch's `fully_shard`.
+
+    Example:
+        >>> from haliax_fp8.training import ReduceOnce
+        >>> once = ReduceOnce(over="data")
+        >>> step = TrainStep(loss_fn, optax.adamw(1e-3), microbatches=4, reduce_gradients=once)
+        >>> step.reduce_gradients.over
+        ('data',)
+    """
+
+    over: str | tuple[str, ...]
+    dtype: DTypeLike = jnp.float32
+
+    def __post_init__(self) -> None:
+        over = (self.over,) if isinstance(self.over, str) else self.over
+        if not isinstance(over, tuple | list) or not over or not all(isinstance(axis, str) for axis in over):
+            raise ValueError(f"over={self.over!r} must be the name of a mesh axis, such as 'data', or a tuple of names")
+        object.__setattr__(self, "over", tuple(over))
+        object.__setattr__(self, "dtype", _dtype_to_travel_in(self.dtype))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the mesh axes in `over`."""
+        return cast(tuple[str, ...], self.over)
+
+
+def require_reduction(value: Any) -> None:
+    """Raises a ValueError unless a value is a choice for `TrainStep(reduce_gradients=...)`.
+
+    Args:
+        value: The user's argument.
+    """
+    if value is not None and not isinstance(value, ReduceOnce):
+        raise ValueError(
+            f"reduce_gradients={value!r} must be None or haliax_fp8.training.ReduceOnce(over=...), with the mesh axis "
+            "over which the rows of the batch are divided"
+        )
+
+
+def _dtype_to_travel_in(given: Any) -> np.dtype:
+    try:
+        dtype = np.dtype(given)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise ValueError(f"dtype={given!r} must be a floating-point dtype, such as jnp.float32 or jnp.bfloat16")
+    return dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceParts:
+    """The devices' parts of a batch, whose gradients are reduced once.
+
+    Args:
+        choice: The mesh axes to reduce over, and the dtype.
+    """
+
+    choice: ReduceOnce
+
+    def count(self) -> int:
+        """The number of devices, or groups of them, that have their own rows.
+
+        Raises:
+            ValueError: If no mesh with automatic axes, including those of `over`, is set.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        if not automatic_mesh():
+            raise ValueError(
+                f"{self._given} needs a mesh with automatic axes: call the step under jax.set_mesh(mesh), with "
+                "axis_types=AxisType.Auto for all axes; on one device there is nothing to reduce"
+            )
+        for axis in self.choice.axes:
+            if axis not in mesh.shape:
+                names = ", ".join(map(repr, mesh.shape))
+                raise ValueError(f"over={axis!r} is not an axis of the mesh, which has {names}")
+        return int(np.prod([mesh.shape[axis] for axis in self.choice.axes]))
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """The rows of an array, `[rows, ...]`, by device: `[parts, rows / parts, ...]`."""
+        parts = self.count()
+        if x.ndim == 0 or x.shape[0] % parts:
+            raise ValueError(
+                f"{self._given}: {parts} devices do not divide the leading axis of a batch array of shape {x.shape}, "
+                "or of its microbatches"
+            )
+        return self.apart(x.reshape(parts, x.shape[0] // parts, *x.shape[1:]))
+
+    def apart(self, x: jax.Array) -> jax.Array:
+        """The array, divided so that each device has its own entry of the first axis."""
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return divided(x, PartitionSpec(self.choice.axes, *(PartitionSpec.UNCONSTRAINED for _ in x.shape[1:])))
+
+    def map(self, function: Callable[..., Any], parts: Any) -> Any:
+        """The results of a function for each device's part, along the first axis."""
+        # `jax.vmap` takes it, but Equinox's types do not declare it.
+        for_jax: dict[str, Any] = {"spmd_axis_name": self.choice.axes}
+        try:
+            with self._mapping():
+                return eqx.filter_vmap(function, **for_jax)(parts)
+        except ValueError as error:
+            if not is_about_mapped_mesh_axis(error):
+                raise
+            raise ValueError(
+                f"loss_fn divides an array over the mesh axes of {self._given}, but inside it every device has its own "
+                "rows. Leave these axes out of its sharding constraints; those that follow from Haliax's axis mapping "
+                "leave them out already"
+            ) from error
+
+    def reduced[T](self, gradients: T) -> T:
+        """The mean of gradients and the maximum of state over the first axis, that of the devices' parts."""
+
+        def reduce(node: Any) -> Any:
+            if isinstance(node, CustomGradientAccumulation):
+                return _accumulated(node)
+            # Not `jnp.sum`, which would compute 16-bit sums in float32.
+            return jax.lax.reduce_sum((node / node.shape[0]).astype(self.choice.dtype), (0,))
+
+        return jax.tree.map(reduce, gradients, is_leaf=lambda node: isinstance(node, CustomGradientAccumulation))
+
+    @property
+    def _given(self) -> str:
+        """The user's choice, for messages."""
+        return f"reduce_gradients=ReduceOnce(over={self.choice.over!r})"
+
+    @contextlib.contextmanager
+    def _mapping(self) -> Iterator[None]:
+        """Haliax's axis mapping without the mesh axes over which the parts are divided."""
+        mapping = current_thread_local_mapping()
+        if mapping is None:
+            yield
+            return
+        with hax.axis_mapping({name: kept for name, axes in mapping.items() if (kept := self._without(axes))}):
+            yield
+
+    def _without(self, axes: Any) -> Any:
+        kept = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes) if axis not in self.choice.axes)
+        return kept[0] if len(kept) == 1 else kept
+
+
+def _accumulated(gradients: CustomGradientAccumulation) -> Any:
+    if isinstance(gradients, OverwriteWithGradient):
+        # In one reduction: our states accumulate by maximum.
+        return jax.tree.map(lambda x: x.max(axis=0), gradients)
+    parts = [jax.tree.map(lambda x: x[i], gradients) for i in range(jax.tree.leaves(gradients)[0].shape[0])]  # noqa: B023
+    return functools.reduce(lambda total, part: total.accumulate(part), parts)
+
+
+class KernelQuantization(enum.Enum):
+    """How often a training step quantizes its kernels. The numbers are the same."""
+
+    IN_EACH_MICROBATCH = "in_each_microbatch"
+    """Every product quantizes its kernel, and nothing is kept from one microbatch to the next."""
+
+    ONCE = "once"
+    """The step quantizes them before the first microbatch, for all of them; see `quantize_kernels`.
+
+    A kernel is read once per step. Its copies take two bytes per weight for as long as the step lasts.
+    """
+
+    GATHERED_ONCE = "gathered_once"
+    """As `ONCE`, and each device receives the kernels that it multiplies with before the first microbatch, in FP8.
+
+    Every weight travels once per step, as one byte. Every device then holds two bytes per weight of whole kernels.
+    `quantize_kernels(gather=True)` says which kernels are whole.
+    """
+
+
+def as_kernel_quantization(value: Any) -> KernelQuantization:
+    """Returns a member for a user's argument: the member itself, or its value.
+
+    Args:
+        value: The user's argument.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    try:
+        return KernelQuantization(value)
+    except ValueError as error:
+        names = ", ".join(repr(member.value) for member in KernelQuantization)
+        raise ValueError(f"quantize_kernels={value!r} must be one of {names}, or a KernelQuantization") from error
 
 
 class StepInput(eqx.Module):

@@ -16,24 +16,34 @@ from jaxtyping import Array, Key, PyTree
 from .._jax.errors import calls_users_function
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
-from ..layers.config import Fp8Config
-from ..layers.default import default_rules
-from ..layers.description import describe, recipes_of
-from ..layers.model_argument import require_model
-from ..layers.ops import all_ops, is_op
-from ..layers.own_state import are_usable, require_own_state, require_whole_state, tables_on_host
+from ..layers.checks import (
+    are_usable,
+    require_calibrated,
+    require_model,
+    require_own_state,
+    require_whole_state,
+    tables_on_host,
+)
+from ..layers.config import Fp8Config, default_rules
+from ..layers.describe import describe, recipes_of
 from ..layers.quantized_kernels import quantize_kernels, require_no_kernel_copies
 from ..layers.rule import LayerRule
 from ..layers.served import require_weights
-from ..layers.uncalibrated import require_calibrated
+from ..layers.walk import all_ops, is_op
 from ..recipes.compiler_options import log_cost_of_flags, training_options
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import DelayedScaling
 from .calibration import recorded, require_recorded, require_usable
-from .kernel_quantization import KernelQuantization, as_kernel_quantization
-from .microbatches import BatchGradients, StepInput, gradients_of_batch
+from .microbatches import (
+    BatchGradients,
+    KernelQuantization,
+    ReduceOnce,
+    StepInput,
+    as_kernel_quantization,
+    gradients_of_batch,
+    require_reduction,
+)
 from .monitor import CountedState, Monitor, counted
-from .reduction import ReduceOnce, require_reduction
 from .step_arguments import (
     require_call,
     require_choices,

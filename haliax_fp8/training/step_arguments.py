@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax.errors import is_about_deleted_array
-from .._numerics.require import require_bool
+from .._numerics.checks import require_bool
 from .._op import Fp8DotGeneral
-from .._state.marker import is_state
-from ..layers.default import default_rules
-from ..layers.model_argument import holds_optimizer_state
-from ..layers.ops import all_ops
-from ..layers.walk import find_layers
+from .._state.op_state import is_state
+from ..layers.checks import holds_optimizer_state
+from ..layers.config import default_rules
+from ..layers.walk import all_ops, find_layers
 from .monitor import Monitor
 
 

@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import haliax_fp8 as fp8
-from haliax_fp8._jax.compiled_alone import compile_alone
+from haliax_fp8._jax.primitives import compile_alone
 from haliax_fp8.experimental.attention import Fp8Attention
 
 

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import haliax_fp8 as fp8
 from haliax_fp8._jax import errors
-from haliax_fp8._jax.donated import donated_inside
 from haliax_fp8._jax.max_grad import to_max_grad
+from haliax_fp8.preflight.compile import donated_inside
 
 
 RULES = {

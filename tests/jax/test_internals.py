@@ -138,7 +138,7 @@ import haliax_fp8 as fp8
 from haliax_fp8 import layers, memory, models, ops, preflight, recipes, serving, sharding, statistics, training
 from haliax_fp8._jax import cudnn_attention, late_plugin
 from haliax_fp8._jax.opaque import on_one_device
-from haliax_fp8._product.block_product import native_product
+from haliax_fp8._product.blocks import native_product
 from haliax_fp8._product.dimensions import DotDimensions
 from jax.sharding import NamedSharding, PartitionSpec as P
 

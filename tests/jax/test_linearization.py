@@ -1,4 +1,4 @@
-"""What `_jax/linearization.py` needs of JAX: how it calls a primitive's own rule for reverse mode."""
+"""What `_jax/primitives.py` needs of JAX: how it calls a primitive's own rule for reverse mode."""
 
 import inspect
 

@@ -6,7 +6,7 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from haliax_fp8._jax.lowered_by_platform import lower_by_platform
+from haliax_fp8._jax.primitives import lower_by_platform
 
 
 def times(factor):

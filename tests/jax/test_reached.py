@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from haliax_fp8._jax.reached import depends_on
+from haliax_fp8._jax.used import depends_on
 
 
 def test_arguments_that_a_value_depends_on():

@@ -1,11 +1,11 @@
-"""What `_jax/still_rounded.py` needs of JAX: the identity everywhere. `test_compiled_widened.py` reads the programs."""
+"""What `_jax/xla.py` needs of JAX: the identity everywhere. `test_compiled_widened.py` reads the programs."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haliax_fp8._jax.still_rounded import still_rounded, still_rounded_in_parts
+from haliax_fp8._jax.xla import still_rounded, still_rounded_in_parts
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz])

@@ -14,14 +14,13 @@ from hypothesis import given, settings, strategies as st
 
 import haliax_fp8 as fp8
 from haliax_fp8 import Fp8Config, describe, fp8_linear_layers
-from haliax_fp8._product.kernel_residual import KernelResidual
+from haliax_fp8._product.spec import KernelResidual
 from haliax_fp8.devices import Efficiency
 from haliax_fp8.devices.catalog import peaks
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.roofline import Roofline
 from haliax_fp8.layers import FasterOn
-from haliax_fp8.layers.layer_work import LayerSize, LayerWork
-from haliax_fp8.layers.prediction import predict
+from haliax_fp8.layers.predicted_time import LayerSize, LayerWork, predict
 from haliax_fp8.recipes import E4M3, CurrentScaling, HadamardScaling, HighPrecision, Quantization
 
 

@@ -5,13 +5,12 @@ import dataclasses
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8._product.kernel_residual import KernelResidual
+from haliax_fp8._product.spec import KernelResidual
 from haliax_fp8.devices.catalog import peaks
 from haliax_fp8.devices.peaks import Peaks
 from haliax_fp8.devices.roofline import LEAST_GAIN, LIKELY, MOST_GAIN, Roofline
 from haliax_fp8.devices.traffic import Traffic
-from haliax_fp8.layers.layer_work import LayerSize, LayerWork
-from haliax_fp8.layers.prediction import predict
+from haliax_fp8.layers.predicted_time import LayerSize, LayerWork, predict
 
 
 WITHIN = 0.07

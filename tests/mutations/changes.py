@@ -117,7 +117,7 @@ CHANGES = (
     ),
     Change(
         "axes stay in the product's order where its operands are swapped",
-        "_product/dot.py",
+        "_product/contraction.py",
         "return (second, first) if swapped else (first, second)",
         "return first, second",
         (
@@ -197,14 +197,14 @@ CHANGES = (
     ),
     Change(
         "a step writes the state of layers that it did not reach",
-        "_state/together.py",
+        "_state/update.py",
         "lax.select(lax.broadcast_in_dim(reached, table.shape, range(table.ndim)), gradient, table)",
         "gradient",
         ("test_train_step.py",),
     ),
     Change(
         "dgrad and wgrad are exchanged where the kernel comes first",
-        "_product/dot.py",
+        "_product/contraction.py",
         "dgrad, wgrad = (of_rhs, of_lhs) if contraction.kernel_first else (of_lhs, of_rhs)",
         "dgrad, wgrad = of_lhs, of_rhs",
         (
@@ -263,21 +263,21 @@ CHANGES = (
     ),
     Change(
         "vmap puts a mapped axis before an ensemble's",
-        "_product/dot.py",
+        "_product/contraction.py",
         "moved = [x if axis is None else to_front(x, axis, size, ensemble)",
         "moved = [x if axis is None else to_front(x, axis, size, 0)",
         ("test_kernels_first.py",),
     ),
     Change(
         "pairs of contracted axes stay in the order given",
-        "_product/dot.py",
+        "_product/contraction.py",
         "pairs = sorted(zip(dimensions.lhs_contract",
         "pairs = list(zip(dimensions.lhs_contract",
         ("test_kernels_first.py",),
     ),
     Change(
         "scales of batched rows are transposed wrongly",
-        "_product/scales.py",
+        "_product/scaled_product.py",
         "lax.transpose(of_a, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)",
         "lax.transpose(of_a, dims.lhs_free + dims.lhs_batch + dims.lhs_contract)",
         ("test_kernels_first.py",),
@@ -346,14 +346,14 @@ CHANGES = (
     ),
     Change(
         "devices keep their parts of a sum of blocks",
-        "_product/division.py",
+        "_product/partition.py",
         "part = lax.psum(part, self.added) if self.added else part",
         "part = part",
         ("test_blocks.py",),
     ),
     Change(
         "operands inside shard_map vary apart",
-        "_jax/mesh_axes.py",
+        "_jax/meshes.py",
         'to="varying") if missing else x',
         'to="varying") if False else x',
         ("test_transformations.py::test_shard_map_takes_the_maximum_over_devices",),
@@ -375,7 +375,7 @@ CHANGES = (
     # --- states
     Change(
         "layers in other formats take the first one's limits",
-        "_state/together.py",
+        "_state/update.py",
         "kinds.setdefault((state.scalings, state.limits, *signatures), []).append(i)",
         "kinds.setdefault((state.scalings, *signatures), []).append(i)",
         ("test_together.py",),
@@ -389,7 +389,7 @@ CHANGES = (
     ),
     Change(
         "every layer gets the change of the first",
-        "_state/together.py",
+        "_state/update.py",
         "np.int32(rows * i)",
         "np.int32(0 * i)",
         ("test_together.py",),
@@ -431,7 +431,7 @@ CHANGES = (
     ),
     Change(
         "the maximum over devices is not taken",
-        "_state/together.py",
+        "_state/update.py",
         "largest_over_devices(concatenated(flat, 0), axes)",
         "concatenated(flat, 0)",
         ("test_transformations.py::test_shard_map_takes_the_maximum_over_devices",),
@@ -452,7 +452,7 @@ CHANGES = (
     ),
     Change(
         "a maximum over devices drops NaN",
-        "_jax/mesh_axes.py",
+        "_jax/meshes.py",
         "lax.select(lax.ne(x, x), lax.full_like(x, np.nan), x), np.int32",
         "lax.select(lax.ne(x, x), lax.full_like(x, 0.0), x), np.int32",
         ("test_shard_map.py",),
@@ -466,7 +466,7 @@ CHANGES = (
     ),
     Change(
         "with check_vma=False nothing is reduced",
-        "_jax/mesh_axes.py",
+        "_jax/meshes.py",
         "return unchecked_axes() or tuple(sorted(frozenset(manual_axes()) - varying_axes(x)))",
         "return tuple(sorted(frozenset(manual_axes()) - varying_axes(x))) if not unchecked_axes() else ()",
         ("test_attention_state.py::test_shard_map_takes_the_maximum_over_devices",),
@@ -645,7 +645,7 @@ CHANGES = (
     ),
     Change(
         "what a scale of NaN spoils counts as flushed",
-        "recipes/scaling/operand_statistics.py",
+        "recipes/scaling/measured.py",
         "flushed = ((bits == 0) | ~scaled) & jnp.isfinite(scale) & nonzero",
         "flushed = ((bits == 0) | ~scaled) & nonzero",
         ("test_statistics.py::test_one_nan_does_not_flush_the_others_to_zero",),
@@ -659,7 +659,7 @@ CHANGES = (
     ),
     Change(
         "a cast of state after its kernel was quantized is not noticed",
-        "_product/kernel_copies.py",
+        "_product/quantized_kernel.py",
         "if scale_dtype is not None and copies.scale_dtype not in (None, scale_dtype):",
         "if False:",
         ("test_kernel_quantization.py::test_copies_of_another_kernel",),
@@ -743,7 +743,7 @@ CHANGES = (
     ),
     Change(
         "the weight of a loss is rounded to the dtype of the gradients",
-        "training/exact_loss.py",
+        "training/loss.py",
         "wide, factor = in_float32((node, cotangent))",
         "wide, factor = node, cotangent.astype(node.dtype)",
         ("test_guard.py::test_the_weight_of_a_loss_is_not_rounded_to_the_dtype_of_the_gradients",),
@@ -778,7 +778,7 @@ CHANGES = (
     ),
     Change(
         "an amax of one microbatch that is not finite hides those of the others",
-        "_state/all_records.py",
+        "_state/update.py",
         "lax.select(lax.is_finite(numbers), numbers, lax.full_like(numbers, -np.inf))",
         "numbers",
         ("test_train_step.py::test_a_microbatch_without_an_amax_does_not_keep_the_first_scale",),
@@ -806,28 +806,28 @@ CHANGES = (
     ),
     Change(
         "squares span the first free axis",
-        "recipes/scaling/block_geometry.py",
+        "recipes/scaling/block.py",
         "axes.add(free[-1])",
         "axes.add(free[0])",
         ("test_edges_of_scales.py",),
     ),
     Change(
         "blocks run along the first contracted axis",
-        "recipes/scaling/block_geometry.py",
+        "recipes/scaling/block.py",
         "axes = set(use.contracted[-1:])",
         "axes = set(use.contracted[:1])",
         ("test_edges_of_scales.py",),
     ),
     Change(
         "2**-127 itself is rounded up",
-        "recipes/scaling/block_geometry.py",
+        "recipes/scaling/block.py",
         "(significand <= 0x400000)",
         "(significand < 0x400000)",
         ("test_edges_of_scales.py",),
     ),
     Change(
         "E8M0 rounds down",
-        "recipes/scaling/block_geometry.py",
+        "recipes/scaling/block.py",
         "up = (significand > 0) & (exponent != 0xFE) & ~fits",
         "up = (significand < 0) & (exponent != 0xFE) & ~fits",
         ("test_recipes.py::test_e8m0_rounds_up_to_the_next_power_of_two",),
@@ -841,7 +841,7 @@ CHANGES = (
     ),
     Change(
         "rotation is undone by itself",
-        "_numerics/rotation.py",
+        "_numerics/rounding.py",
         "self._times(x, _matrix().T)",
         "self._times(x, _matrix())",
         ("test_nvfp4.py::test_rotation_is_orthogonal",),
@@ -869,35 +869,35 @@ CHANGES = (
     ),
     Change(
         "all that ends at the maximum counts as clipped",
-        "recipes/scaling/operand_statistics.py",
+        "recipes/scaling/measured.py",
         "clipped = top & (magnitude > scale * jnp.float32(format.max + half))",
         "clipped = top",
         ("test_statistics.py::test_what_rounds_to_the_maximum_is_not_clipped",),
     ),
     Change(
         "shares are of all members of an ensemble",
-        "recipes/scaling/operand_statistics.py",
+        "recipes/scaling/measured.py",
         "math.prod(x.shape[members.ensemble :])",
         "math.prod(x.shape)",
         ("test_statistics.py::test_members_of_an_ensemble_are_measured_apart",),
     ),
     Change(
         "squares of small gradients are flushed to zero",
-        "recipes/scaling/operand_statistics.py",
+        "recipes/scaling/measured.py",
         "unit = jnp.clip(amax, jnp.float32(2.0**-126), jnp.float32(2.0**126))",
         "unit = jnp.ones_like(amax)",
         ("test_statistics.py::test_magnitudes_whose_squares_float32_does_not_have",),
     ),
     Change(
         "blocks whose scale was flushed to zero count as clipped",
-        "recipes/scaling/operand_statistics.py",
+        "recipes/scaling/measured.py",
         "scaled = scale > 0.0",
         "scaled = scale >= 0.0",
         ("test_statistics.py::test_a_recipe_of_four_bits_counts_and_its_flushed_blocks_are_not_clipped",),
     ),
     Change(
         "what stays in high precision counts as clipped",
-        "recipes/scaling/operand_statistics.py",
+        "recipes/scaling/measured.py",
         "if quantized.rotation is None and quantized.data.dtype == format.storage:",
         "if quantized.rotation is None:",
         ("test_statistics.py::test_operands_in_high_precision_lose_nothing",),
@@ -985,7 +985,7 @@ CHANGES = (
     ),
     Change(
         "ops draw the same",
-        "training/keys.py",
+        "training/cast.py",
         "jax.random.fold_in(key, index)",
         "jax.random.fold_in(key, 0)",
         ("test_rounding.py::test_every_op_draws_its_own_numbers",),
@@ -1042,21 +1042,21 @@ CHANGES = (
     # --- several devices
     Change(
         "gradients of inputs are rounded before their scale on CPUs",
-        "_product/divided_sum.py",
+        "_product/partition.py",
         "in_dtype = exact and lowered_for_cuda(context)",
         "in_dtype = exact",
         ("test_divided_sum.py::test_gradients_of_inputs_have_the_bits_of_one_device",),
     ),
     Change(
         "states of devices are added up",
-        "training/device_parts.py",
+        "training/microbatches.py",
         "lambda x: x.max(axis=0)",
         "lambda x: x.sum(axis=0)",
         ("test_reduce_once.py::test_a_step_is_that_of_the_parts",),
     ),
     Change(
         "gradients travel in float32 whatever was asked for",
-        "training/device_parts.py",
+        "training/microbatches.py",
         "(node / node.shape[0]).astype(self.choice.dtype)",
         "(node / node.shape[0])",
         ("test_reduce_once.py::test_gradients_travel_in_the_dtype_asked_for",),
@@ -1078,28 +1078,28 @@ CHANGES = (
     # --- operands that XLA widens
     Change(
         "an operand that XLA widens loses its rounding",
-        "_product/scaled_dot.py",
+        "_product/contraction.py",
         "data = [still_rounded(x.data) for x in (a, b)]",
         "data = [x.data for x in (a, b)]",
         ("test_widened_operands.py::test_which_operands_are_kept_rounded",),
     ),
     Change(
         "small products are left to float16",
-        "_product/scaled_dot.py",
+        "_product/contraction.py",
         "[lax.convert_element_type(still_rounded(x), jnp.float32) for x in data]",
         "list(data)",
         ("test_widened_operands.py::test_which_operands_are_kept_rounded",),
     ),
     Change(
         "products with one term lose their rounding",
-        "_product/scaled_dot.py",
+        "_product/contraction.py",
         "smallest=min(sides)",
         "smallest=min(m, n)",
         ("test_widened_operands.py::test_which_operands_are_kept_rounded",),
     ),
     Change(
         "a GPU without FP8 gets Triton kernels that multiply FP8",
-        "_product/block_product.py",
+        "_product/blocks.py",
         "Means.SCALED_DOT if has_fp8 and not of_vector else",
         "Means.SCALED_DOT if not of_vector else",
         ("test_widened_operands.py::test_what_multiplies_blocks",),
@@ -1120,7 +1120,7 @@ CHANGES = (
     ),
     Change(
         "products of two E5M2 operands lose their rounding",
-        "_product/scaled_dot.py",
+        "_product/contraction.py",
         "formats == [E5M2, E5M2] or any(",
         "any(",
         ("test_widened_operands.py::test_two_operands_in_e5m2_are_kept_rounded",),

@@ -11,7 +11,7 @@ import pytest
 from helpers import EPS, assert_within, equations, products
 
 import haliax_fp8 as fp8
-from haliax_fp8._product.block_product import exponent_of, native_product
+from haliax_fp8._product.blocks import exponent_of, native_product
 from haliax_fp8._product.dimensions import DotDimensions
 from haliax_fp8.recipes import E4M3, BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling, OperandUse, StaticScaling
 

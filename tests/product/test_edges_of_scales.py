@@ -15,7 +15,7 @@ import haliax_fp8 as fp8
 from haliax_fp8._product.grouped.contraction import RaggedContraction
 from haliax_fp8.recipes import BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling, OperandUse, RowwiseScaling
 from haliax_fp8.recipes.recipe import OPERANDS
-from haliax_fp8.recipes.scaling.block_geometry import e8m0_exponent
+from haliax_fp8.recipes.scaling.block import e8m0_exponent
 
 
 MATRIX = (((1,), (0,)), ((), ()))

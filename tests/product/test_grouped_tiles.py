@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from haliax_fp8._product.grouped.operands import ROWS as BUNDLE
-from haliax_fp8._product.grouped.tiles import Tile, groups_jobs, rows_jobs, with_edges, within_bounds
+from haliax_fp8._product.grouped.tiles import ROWS as BUNDLE, Tile, groups_jobs, rows_jobs, with_edges, within_bounds
 from haliax_fp8._product.grouped.tpu import visits
 
 

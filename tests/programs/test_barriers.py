@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from haliax_fp8._jax.several_devices import gathered_once, transposed_separately_on_one
-from haliax_fp8._jax.xla import transposed_from_fp8
+from haliax_fp8._jax.xla import gathered_once, transposed_from_fp8, transposed_separately_on_one
 
 
 def lowered(function, platforms, devices=1):

@@ -100,10 +100,7 @@ def test_a_device_without_fp8_is_told(name, device):
 DEQUANTIZED = "block scaling is emulated: the operands are dequantized and multiplied in"
 # Recipe and device: the element type that is multiplied, and what the report has to say.
 EMULATED = {
-    **{
-        (recipe, "h100"): (E4M3, "block-scaled products need compute capability 10.0")
-        for recipe in IN_BLOCKS_OF_32
-    },
+    **{(recipe, "h100"): (E4M3, "block-scaled products need compute capability 10.0") for recipe in IN_BLOCKS_OF_32},
     **{(recipe, "tpu7x"): ("bf16", f"{DEQUANTIZED} bf16") for recipe in IN_BLOCKS_OF_32},
     **{("nvfp4", device): ("f32", f"{DEQUANTIZED} f32") for device in ("h100", "b200", "tpu7x")},
 }

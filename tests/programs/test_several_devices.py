@@ -1,4 +1,4 @@
-"""What each function of `_jax/several_devices.py` does to programs for one H100 or four: with it and without it."""
+"""What each function of `_jax/xla.py` does to programs for one H100 or four: with it and without it."""
 
 import functools
 import re
@@ -9,12 +9,10 @@ import pytest
 from compiled_models import on, struct
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_xla import IN, OUT, ROWS, f8, f32, functions_of, quantized, readers_of_the_argument
+from test_xla import IN, OUT, ROWS, f8, f32, quantized, readers_of_the_argument
 
-from haliax_fp8._jax import several_devices
-from haliax_fp8._jax.constraint import divided
-from haliax_fp8._jax.several_devices import divided_as_made, gathered_once, transposed_separately_on_one
-from haliax_fp8._jax.xla import transposed_separately
+from haliax_fp8._jax.meshes import divided
+from haliax_fp8._jax.xla import divided_as_made, gathered_once, transposed_separately, transposed_separately_on_one
 
 
 def along(x, w, axis):
@@ -91,7 +89,3 @@ def test_one_device_transposes_separately(separately, device, compiled):
 
     text, _ = compiled(jax.jit(program), struct(ROWS, IN), device=device)
     assert readers_of_the_argument(text) == (1 if separately == "on_one" else 2)
-
-
-def test_every_barrier_has_a_case():
-    assert functions_of(several_devices) == {*CASES}

@@ -201,6 +201,11 @@ def test_what_reads_a_product_of_tritons_is_fused(name, device, compiled):
 
 # Functions that have a test of their own, in this folder. Small programs do not show what `transposed_once` does.
 SHOWN_BY = {
+    "divided_as_made": "test_several_devices.py::test_what_devices_send_and_keep",
+    "gathered_once": "test_several_devices.py::test_what_devices_send_and_keep",
+    "transposed_separately_on_one": "test_several_devices.py::test_one_device_transposes_separately",
+    "still_rounded": "test_compiled_widened.py",
+    "still_rounded_in_parts": "test_compiled_widened.py",
     "made_before_it_is_measured": "test_xla.py::test_an_operand_is_quantized_once_for_all_its_statistics",
     "lowered_for_cuda": "test_barriers.py::test_a_barrier_is_in_these_programs_alone",
     "on_cpu": "test_xla.py::test_switches_between_platforms",

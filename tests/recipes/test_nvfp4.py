@@ -14,7 +14,7 @@ import recipe_reference as reference
 from helpers import equations, sqnr
 
 import haliax_fp8 as fp8
-from haliax_fp8._numerics.rotation import Rotation
+from haliax_fp8._numerics.rounding import Rotation
 from haliax_fp8.recipes import (
     E2M1,
     E4M3,

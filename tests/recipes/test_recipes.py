@@ -27,7 +27,7 @@ from haliax_fp8.recipes import (
     Quantization,
     RowwiseScaling,
 )
-from haliax_fp8.recipes.scaling.block_geometry import e8m0_exponent
+from haliax_fp8.recipes.scaling.block import e8m0_exponent
 
 
 MATRIX = (((1,), (0,)), ((), ()))

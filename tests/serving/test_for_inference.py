@@ -25,8 +25,8 @@ from haliax_fp8 import (
     restore_linear_layers,
     trainable,
 )
+from haliax_fp8._product.contraction import DotContraction
 from haliax_fp8._product.dimensions import DotDimensions
-from haliax_fp8._product.dot import DotContraction
 from haliax_fp8.layers import AbstractServedLayer, Kernel, LayerRule, default_rules
 from haliax_fp8.recipes import (
     E4M3,

@@ -11,7 +11,7 @@ from helpers import EPS, assert_within
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import haliax_fp8 as fp8
-from haliax_fp8._product.block_product import native_product
+from haliax_fp8._product.blocks import native_product
 from haliax_fp8._product.dimensions import DotDimensions
 from haliax_fp8.recipes import E4M3, BlockScaling, MXFP8Scaling, OperandUse
 

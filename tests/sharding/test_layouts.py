@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import haliax_fp8 as fp8
-from haliax_fp8._jax.several_devices import divided_as_made
+from haliax_fp8._jax.xla import divided_as_made
 
 
 Batch, Position, Embed, Mlp = hax.make_axes(batch=4, position=8, embed=64, mlp=128)

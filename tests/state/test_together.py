@@ -11,7 +11,7 @@ from numpy_reference import FNUZ, OCP, OPERANDS, DelayedScalingReference, amax, 
 
 import haliax_fp8 as fp8
 from haliax_fp8._jax.xla import side_by_side
-from haliax_fp8._state.all_records import record_states
+from haliax_fp8._state.update import record_states
 from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 
 

@@ -24,7 +24,7 @@ from haliax_fp8.recipes import (
     StaticScaling,
 )
 from haliax_fp8.recipes.scaling import STATISTICS, statistics_of
-from haliax_fp8.recipes.scaling.operand_statistics import Members
+from haliax_fp8.recipes.scaling.measured import Members
 
 
 OPERANDS = ("input", "kernel", "output_grad")

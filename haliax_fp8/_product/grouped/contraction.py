@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ..._jax.mapped_axis import to_front
+from ..._jax.primitives import to_front
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.grouped import GroupedImplementation
 from ...recipes.recipe import ProductName

@@ -17,22 +17,20 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float, Float32, Int
 
-from ..._jax.after_partitioning import (
+from ..._jax.custom_partitioning import (
     has_its_part,
     knows_devices,
     lower_after_partitioning,
     lower_with_devices,
     platforms_of,
 )
-from ..._jax.compiled_alone import compile_alone
-from ..._jax.explicit_axes import aval_of_result
-from ..._jax.mapped_axis import to_front
-from ..._jax.mesh_axes import all_varying
+from ..._jax.meshes import all_varying, aval_of_result
+from ..._jax.primitives import compile_alone, to_front
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
 from ...devices.grouped import GroupedImplementation
 from ...recipes.recipe import ProductName
-from ..division import Division, Factors, Held, special_factors
+from ..partition import Division, Factors, Held, special_factors
 from .one_device import OneDevice
 from .tiles import within_bounds
 

@@ -8,14 +8,26 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from ..._jax.mesh_axes import automatic_axes
+from ..._jax.meshes import automatic_axes
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
 from ...devices.grouped import BLOCK, GroupedImplementation
 from ...recipes.recipe import ProductName, Recipe
 from ...recipes.support import Outcome, supported_in_groups
-from .operands import FP8, ROWS, alike, lines, padded
-from .tiles import GroupedScales, Jobs, Tile, groups_jobs, rows_jobs, with_edges, within_bounds
+from .tiles import (
+    FP8,
+    ROWS,
+    GroupedScales,
+    Jobs,
+    Tile,
+    alike,
+    groups_jobs,
+    lines,
+    padded,
+    rows_jobs,
+    with_edges,
+    within_bounds,
+)
 
 
 _SIXTEEN_BITS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))

@@ -12,9 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from ..._jax.mesh_axes import as_varying, varying_axes
+from ..._jax.meshes import as_varying, varying_axes
 from ..._jax.opaque import on_one_device
-from ..._jax.pallas_store import store_unoptimized
 from .tiles import GroupedScales, Jobs, Tile
 
 
@@ -144,3 +143,15 @@ def call(
     if not any(map(varying_axes, operands)):
         return launch(*operands)
     return as_varying(on_one_device(launch, *operands), operands)
+
+
+def store_unoptimized(ref: Any, value: Array) -> None:
+    """Stores `value` in `ref`, whatever the layout.
+
+    Since JAX 0.12 a plain assignment refuses layouts in which stores have bank conflicts, and `plgpu.store` takes them.
+    JAX 0.11 has no `plgpu.store`, and an assignment takes them all.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

@@ -14,13 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from ..._jax.mesh_axes import as_varying, varying_axes
+from ..._jax.meshes import as_varying, varying_axes
 from ..._jax.opaque import on_one_device
 from ..._numerics.quantized_array import QuantizedArray
 from ...recipes.recipe import ProductName
 from ..names import name_of_tile
-from .operands import alike, lines, padded
-from .tiles import Tile
+from .tiles import Tile, alike, lines, padded
 
 
 class Visits(NamedTuple):

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...layers.model_argument import require_tree
-from ...layers.own_state import require_own_state
+from ...layers.checks import require_own_state, require_tree
 from ..files import BrokenCheckpoint
 from ..files.header import Stored, read_header
 from ..files.strict_json import json_object

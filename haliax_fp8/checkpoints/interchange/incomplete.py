@@ -6,8 +6,8 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from ...layers.model_argument import holds_optimizer_state
-from ...layers.patterns import path_string
+from ...layers.checks import holds_optimizer_state
+from ...layers.walk import path_string
 from .checkpoint import Entries
 from .names import described, is_saved, leaves_of
 from .report import LoadReport

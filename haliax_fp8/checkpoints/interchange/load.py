@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...layers.model_argument import require_tree
+from ...layers.checks import require_tree
 from ...layers.quantized_kernels import require_no_kernel_copies
 from ..files.types import UNKNOWN
 from ..fits import require_fits

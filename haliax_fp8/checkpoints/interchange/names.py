@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ..._state.op_state import OpState
-from ...layers.patterns import path_string
+from ...layers.walk import path_string
 
 
 class Leaf(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...layers.patterns import path_string
+from ...layers.walk import path_string
 from .checkpoint import AbstractCheckpoint, Entries
 from .folder import METADATA, tree_in
 from .names import require_one_each

@@ -13,10 +13,9 @@ import wadler_lindig as wl
 from haliax.state_dict import StateDict
 from jaxtyping import Array, Float
 
+from ..._numerics.checks import require, require_bool
 from ..._numerics.formats import E4M3
-from ..._numerics.require import require, require_bool
-from ..._state.op_state import AbstractOp, OpState
-from ..._state.require import leading_axes
+from ..._state.op_state import AbstractOp, OpState, leading_axes
 from ...devices.device import Device
 from ...recipes.scaling import DelayedScaling, ObservedScaling
 from ...recipes.scaling.amax_of_history import Percentile

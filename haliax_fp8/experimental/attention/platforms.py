@@ -20,11 +20,9 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float32
 
-from ..._jax.after_partitioning import lower_with_devices
-from ..._jax.compiled_alone import compile_alone
-from ..._jax.explicit_axes import aval_of_result
-from ..._jax.lowered_by_platform import lower_by_platform
-from ..._jax.mapped_axis import to_front
+from ..._jax.custom_partitioning import lower_with_devices
+from ..._jax.meshes import aval_of_result
+from ..._jax.primitives import compile_alone, lower_by_platform, to_front
 from ..._jax.private import needs
 from . import emulated
 from .emulated import AttentionSpec, TensorScales

@@ -21,13 +21,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Float32
 
-from ..._jax.after_partitioning import lower_with_devices
-from ..._jax.explicit_axes import aval_of_result
-from ..._jax.linearization import define_linearization
-from ..._jax.mapped_axis import to_front
+from ..._jax.custom_partitioning import lower_with_devices
 from ..._jax.max_grad import require_differentiated_state, require_transposed_state, to_float32
-from ..._jax.mesh_axes import all_varying
+from ..._jax.meshes import all_varying, aval_of_result
 from ..._jax.opaque import opaque
+from ..._jax.primitives import define_linearization, to_front
 from ..._state.record import cotangent, in_product
 from . import platforms
 from .emulated import OPERANDS, TENSORS, AttentionSpec, TensorScales, amax, reference

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ..._numerics.require import require_number
+from ..._numerics.checks import require_number
 from ..._printing import Printable
 from ...devices.peaks import is_narrow
 from ...devices.roofline import LEAST_GAIN, LIKELY, MOST_GAIN, Efficiency, Roofline

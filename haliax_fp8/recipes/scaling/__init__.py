@@ -23,11 +23,11 @@ from .measured import (
     STATISTICS as STATISTICS,
     MeasuredMemory as MeasuredMemory,
     MeasuredScaling as MeasuredScaling,
+    ObservedScaling as ObservedScaling,
     statistics_of as statistics_of,
 )
 from .memory import AbstractMemory as AbstractMemory
 from .multiplier import scale_of as scale_of
 from .mxfp8 import MXFP8Scaling as MXFP8Scaling
 from .nvfp4 import NVFP4Scaling as NVFP4Scaling
-from .observed import ObservedScaling as ObservedScaling
 from .static import StaticScaling as StaticScaling

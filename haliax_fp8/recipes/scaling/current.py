@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float
 
+from ..._numerics.checks import require_bool
 from ..._numerics.formats import E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray, divide_by, quantize_by
-from ..._numerics.require import require_bool
 from ...devices.device import FP8_UNITS, MatrixUnits
 from .base import AbstractScaling, OperandUse
 from .multiplier import amax_over, amax_over_devices, multiplier_of, scale_of

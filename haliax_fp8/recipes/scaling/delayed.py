@@ -9,9 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ..._numerics.nearest import explains_options
+from ..._numerics.checks import explains_options, require_bool, require_integer, require_margin
 from ..._numerics.quantized_array import QuantizedArray, divide_by
-from ..._numerics.require import require_bool, require_integer, require_margin
 from ...devices.device import FP8_UNITS, MatrixUnits
 from .amax_of_history import AbstractAmaxCompute, MaxOfHistory
 from .base import AbstractScaling, CastCost, OperandUse, of_all_elements

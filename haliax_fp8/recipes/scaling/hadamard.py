@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float
 
+from ..._numerics.checks import require
 from ..._numerics.formats import Format
 from ..._numerics.quantized_array import QuantizedArray
-from ..._numerics.require import require
-from ..._numerics.rotation import GROUP, Rotation
+from ..._numerics.rounding import GROUP, Rotation
 from ...devices.device import MatrixUnits
 from .base import AbstractScaling, CastCost, OperandUse
 

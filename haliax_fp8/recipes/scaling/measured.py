@@ -1,19 +1,250 @@
-"""Measured scaling: any scaling, with a record of what quantization does to the operand."""
+"""Scalings that measure: what quantization does to an operand, and what calibration observes."""
 
 import dataclasses
 import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt
 
 from ..._jax.xla import made_before_it_is_measured
 from ..._numerics.formats import Format
-from ..._numerics.quantized_array import QuantizedArray
+from ..._numerics.quantized_array import QuantizedArray, expand
 from ...devices.device import MatrixUnits
 from .base import AbstractScaling, CastCost, OperandUse
+from .high_precision import unscaled
 from .memory import AbstractMemory
-from .operand_statistics import STATISTICS as STATISTICS, Members as Members, statistics_of as statistics_of
+
+
+STATISTICS = (
+    "amax",
+    "scale",
+    "saturation",
+    "underflow",
+    "last_bin",
+    "error",
+    "rms_error",
+    "norm",
+    "dynamic_range",
+    "kurtosis",
+    "nonfinite",
+    "active",
+)
+"""The measured numbers, in the order of the columns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """Whose statistics are taken: each member's, a member being an index of the leading axes or a group of rows.
+
+    Args:
+        ensemble: How many leading axes of an operand number members; with `groups`, the last of them numbers rows.
+        devices: Inside `shard_map`, the mesh axes over which devices hold parts of a member. Replicas count once. They
+            are recognized by equal sums, as JAX marks a kernel that all devices hold as different on each of them.
+        groups: Which rows are in each group; None if rows are not in groups.
+    """
+
+    ensemble: int
+    devices: tuple[str, ...] = ()
+    groups: Bool[Array, "*members rows groups"] | None = None
+
+    def of_groups(self, sizes: Int[Array, "*members groups"], rows: int) -> "Members":
+        """The members that groups of consecutive rows are.
+
+        Args:
+            sizes: How many rows each group has.
+            rows: How many there are in all. Those beyond the last group belong to none.
+        """
+        ends = jnp.cumsum(sizes, axis=-1, dtype=np.int32)
+        row = jnp.arange(rows, dtype=np.int32)[:, None]
+        groups = (row >= jnp.expand_dims(ends - sizes, -2)) & (row < jnp.expand_dims(ends, -2))
+        return dataclasses.replace(self, groups=groups)
+
+    def totals(self, *values: Float32[Array, "*shape"]) -> list[Float32[Array, "*members"]]:
+        """The sums of values over the elements of each member, on this device."""
+        return self._of_groups([jnp.sum(x, self._axes(x)) for x in values])
+
+    def counts(self, *kinds: Bool[Array, "*shape"]) -> list[Float32[Array, "*members"]]:
+        """How many elements of each member are of each kind, on this device. An element is of one kind at most.
+
+        Two kinds at a time: each sum reads, and casts, all that the kinds come from.
+        """
+        packs = kinds[0].ndim > self.ensemble and kinds[0].shape[-1] < 2**15
+        if not packs:
+            return self._of_groups([jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in kinds])
+        found = []
+        for pair in itertools.batched(kinds, 2):
+            words = jnp.int32(0)
+            for kind, word in zip(pair, (1, 2**16), strict=False):
+                words = jnp.where(kind, jnp.int32(word), words)
+            # Of one axis, so that no half overflows.
+            words = jnp.sum(words, axis=-1)
+            halves = [words & jnp.int32(2**16 - 1), words >> jnp.int32(16)]
+            found += [jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in halves[: len(pair)]]
+        return self._of_groups(found)
+
+    def largest(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*members"]:
+        """The largest value of each member on all devices; 0 if all are negative or none exists."""
+        found = jnp.max(values, self._axes(values), initial=0.0)
+        if self.groups is not None:
+            found = jnp.max(jnp.where(self.groups, found[..., None], np.float32(0.0)), axis=-2, initial=0.0)
+        return lax.pmax(found, self.devices) if self.devices else found
+
+    def smallest(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*members"]:
+        """The smallest value of each member on all devices; infinity if none exists."""
+        found = jnp.min(values, self._axes(values), initial=jnp.inf)
+        if self.groups is not None:
+            of_groups = jnp.where(self.groups, found[..., None], np.float32(np.inf))
+            found = jnp.min(of_groups, axis=-2, initial=jnp.inf)
+        return lax.pmin(found, self.devices) if self.devices else found
+
+    def largest_numbers(self, numbers: Float32[Array, "*ensemble numbers"]) -> Float32[Array, "*members numbers"]:
+        """The largest of each of several numbers that none is negative of, on all devices."""
+        if self.groups is not None:
+            of_groups = jnp.where(self.groups[..., None], jnp.expand_dims(numbers, -2), np.float32(0.0))
+            numbers = jnp.max(of_groups, axis=-3, initial=0.0)
+        return lax.pmax(numbers, self.devices) if self.devices else numbers
+
+    def at_elements(self, numbers: Float32[Array, "*members"], ndim: int) -> Float32[Array, "..."]:
+        """What its member has, for each element of an operand of a rank; 0 for a row without group."""
+        if self.groups is not None:
+            numbers = jnp.sum(jnp.where(self.groups, jnp.expand_dims(numbers, -2), np.float32(0.0)), axis=-1)
+        return lax.expand_dims(numbers, range(numbers.ndim, ndim))
+
+    def replicas(self, sums: Sequence[Float32[Array, "*members"]]) -> Float32[Array, "*members"]:
+        """How many devices hold each part of a member, judging by its sums.
+
+        Every part has the same number of replicas, so parts that are equal by chance, such as zeros, do not count.
+        """
+        if not self.devices:
+            return jnp.ones_like(sums[0])
+        here = jnp.stack(sums, axis=-1)
+        everywhere = lax.all_gather(here, self.devices)
+        # NaN is what a scale that is not finite makes of the error; it is not equal to itself.
+        same = (everywhere == here) | (jnp.isnan(everywhere) & jnp.isnan(here))
+        return lax.pmin(jnp.sum(jnp.all(same, axis=-1).astype(jnp.float32), axis=0), self.devices)
+
+    def of_all_devices(
+        self, sums: Sequence[Float32[Array, "*members"]], replicas: Float32[Array, "*members"]
+    ) -> list[Float32[Array, "*members"]]:
+        """Sums over all devices, of which replicas count once."""
+        return list(lax.psum([x / replicas for x in sums], self.devices)) if self.devices else list(sums)
+
+    def _axes(self, values: Array) -> tuple[int, ...]:
+        return tuple(range(self.ensemble, values.ndim))
+
+    def _of_groups(self, sums: Sequence[Float32[Array, "*ensemble"]]) -> list[Float32[Array, "*members"]]:
+        if self.groups is None:
+            return list(sums)
+        return [jnp.sum(jnp.where(self.groups, x[..., None], np.float32(0.0)), axis=-2) for x in sums]
+
+
+def statistics_of(
+    x: Float[Array, "*shape"],
+    quantized: QuantizedArray,
+    members: Members,
+    format: Format,
+    active: Float32[Array, "*members"] | None = None,
+) -> Float32[Array, "*members statistics"]:
+    """Each of `STATISTICS` for an operand; all but `nonfinite` of its finite elements.
+
+    An element is clipped if it ends at the format's maximum and lost more than rounding would have cost. Where rotation
+    mixes elements before they are quantized, the shares are those of the values after it is undone. Then none counts as
+    clipped or in the last bin, and neither does an element that stays in high precision.
+
+    Args:
+        x: The operand.
+        quantized: What it was quantized to.
+        members: Whose statistics are wanted.
+        format: The format of the data.
+        active: The last statistic, the share of experts that have rows; by default 1.
+    """
+    x, values = x.astype(jnp.float32), quantized.dequantize()
+    finite = jnp.isfinite(x)
+    x = jnp.where(finite, x, jnp.float32(0.0))
+    magnitude = jnp.abs(x)
+    nonzero = magnitude > 0.0
+    if quantized.rotation is None and quantized.data.dtype == format.storage:
+        # The bits tell without a cast, which on a CPU takes longer than all that is done with its result.
+        bits, scale = _bits_of_magnitude(quantized.data), expand(quantized.scale, x.shape, quantized.block)
+        scaled = scale > 0.0  # a block's scale may itself be flushed to zero
+        top = (bits >= _bits_of_magnitude(np.asarray(format.max, format.storage))) & scaled & finite
+        # With a scale that is not finite nothing became zero, but NaN, which the bits of the data need not say.
+        flushed = ((bits == 0) | ~scaled) & jnp.isfinite(scale) & nonzero
+        # Half the distance from the largest value to what would be the next.
+        half = 2.0 ** (math.floor(math.log2(format.max)) - format.mantissa_bits - 1)
+        clipped = top & (magnitude > scale * jnp.float32(format.max + half))
+    else:
+        top = clipped = jnp.zeros(x.shape, bool)
+        flushed = (values == 0.0) & nonzero
+
+    amax = members.largest(magnitude)
+    smallest = jnp.minimum(members.smallest(jnp.where(nonzero, magnitude, jnp.float32(jnp.inf))), amax)
+    # Squares of what is below 1e-19, as gradients are, would be flushed to zero; so would the inverse of 2**127.
+    unit = jnp.clip(amax, jnp.float32(2.0**-126), jnp.float32(2.0**126))
+    inverse = members.at_elements(jnp.float32(1.0) / unit, x.ndim)
+    parts = x * inverse
+    lost = jnp.where(finite, (x - values) * inverse, jnp.float32(0.0))
+    counts = members.counts(clipped, top & ~clipped, flushed, ~finite)
+    local = [*members.totals(parts, parts**2, lost**2), *counts]
+    count = jnp.full_like(local[0], math.prod(x.shape[members.ensemble :]))
+    if members.groups is not None:
+        count = count * jnp.sum(members.groups.astype(jnp.float32), axis=-2)
+    replicas = members.replicas([unit, *local])
+    total, squares, lost, clipped, rounded, flushed, nonfinite, count = members.of_all_devices(
+        [*local, count], replicas
+    )
+
+    count = _positive(count - nonfinite)  # what all else is of
+    # About the mean: an operand that is everywhere the same has no tails.
+    mean = members.at_elements(total / count, x.ndim)
+    centered = jnp.where(finite, parts - mean, jnp.float32(0.0)) ** 2
+    variance, fourth = members.of_all_devices(members.totals(centered, centered**2), replicas)
+    scale = quantized.scale
+    scale = jnp.broadcast_to(scale, (*x.shape[: members.ensemble], *scale.shape[members.ensemble :]))
+    by_name = {
+        "amax": amax,
+        "scale": members.largest(scale),
+        "saturation": clipped / count,
+        "underflow": flushed / count,
+        "last_bin": (clipped + rounded) / count,
+        "error": lost / _positive(squares),
+        "rms_error": jnp.sqrt(lost / count) * unit,
+        "norm": jnp.sqrt(squares) * unit,
+        "dynamic_range": jnp.log2(_positive(amax)) - jnp.log2(_positive(smallest)),
+        "kurtosis": (fourth / count) / _positive((variance / count) ** 2),
+        "nonfinite": nonfinite,
+        "active": jnp.ones_like(amax) if active is None else jnp.broadcast_to(active, amax.shape),
+    }
+    return jnp.stack([by_name[name] for name in STATISTICS], axis=-1)
+
+
+def share_of_active(sizes: Int[Array, "*members groups"], members: Members) -> Float32[Array, "*members"]:
+    """The share of groups that have rows; the largest over devices, since each may have groups of its own.
+
+    Args:
+        sizes: How many rows each group has. The axes of members come first, then those of examples with groups of
+            their own.
+        members: Whose statistics are taken; not groups.
+    """
+    has_rows = jnp.any(sizes > 0, axis=tuple(range(members.ensemble, sizes.ndim - 1)))
+    found = jnp.mean(has_rows.astype(jnp.float32), axis=-1)
+    return lax.pmax(found, members.devices) if members.devices else found
+
+
+def _bits_of_magnitude(a: Float[Array | np.ndarray, "*shape"]) -> UInt[Array, "*shape"]:
+    """The bits below the sign, in the order of the magnitudes."""
+    unsigned = np.dtype(f"uint{8 * a.dtype.itemsize}")
+    return lax.bitcast_convert_type(a, unsigned) & unsigned.type(np.iinfo(unsigned).max // 2)
+
+
+def _positive(a: Array) -> Array:
+    return jnp.where(a > 0.0, a, jnp.float32(1.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,3 +385,71 @@ class MeasuredMemory(AbstractMemory):
     ) -> Float32[Array, "*ensemble operands statistics"]:
         """The last columns: one for each of `STATISTICS`."""
         return lax.slice_in_dim(rows, len(self._inner_row), len(self.first_row), axis=rows.ndim - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObservedScaling(AbstractScaling):
+    """Does not quantize the operand, but records what the later scaling needs.
+
+    Calibration runs a model with it: every product runs in high precision, so one bad scale does not spoil the amaxes
+    of later layers.
+
+    Args:
+        scaling: The scaling whose state is recorded.
+    """
+
+    scaling: AbstractScaling
+
+    quantizes: ClassVar[bool] = False
+    directional: ClassVar[bool] = False
+
+    @functools.cached_property
+    def memory(self) -> AbstractMemory | None:
+        """That of the scaling, which every step calibrates; None if it has none."""
+        return None if self.scaling.memory is None else ObservedMemory(self.scaling.memory)
+
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
+        """The operand itself, with scales of 1."""
+        return unscaled(x, use.ensemble)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObservedMemory(AbstractMemory):
+    """Another memory, calibrated in every step.
+
+    Args:
+        memory: The other memory.
+    """
+
+    memory: AbstractMemory
+
+    @property
+    def numbers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As many as the other memory measures; one where only calibration records it."""
+        return max(self.memory.numbers, 1)
+
+    @property
+    def first_row(self) -> tuple[float, ...]:
+        """The first row of the other memory."""
+        return self.memory.first_row
+
+    def measure(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float[Array, "*ensemble numbers parts"]:
+        """Measures as the other memory does."""
+        return self.memory.measure(x, quantized, ensemble)
+
+    def head(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands numbers"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """Updates the row as the other memory does when it is calibrated."""
+        return self.memory.calibrated(rows, measured, limits)
+
+    def newest(
+        self, rows: Float32[Array, "*ensemble operands columns"]
+    ) -> Float32[Array, "*ensemble operands numbers"]:
+        """Where the other memory has it; behind the scale if only calibration records it."""
+        return self.memory.newest(rows) if self.memory.numbers else lax.slice_in_dim(rows, 1, 2, axis=rows.ndim - 1)

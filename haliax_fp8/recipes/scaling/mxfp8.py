@@ -12,7 +12,7 @@ from ..._numerics.formats import E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray, expand
 from ...devices.device import MX_UNITS, MatrixUnits
 from .base import AbstractScaling, CastCost, OperandUse
-from .block_geometry import block_shape, blockwise_amax, e8m0_exponent, power_of_two
+from .block import block_shape, blockwise_amax, e8m0_exponent, power_of_two
 
 
 @dataclasses.dataclass(frozen=True)

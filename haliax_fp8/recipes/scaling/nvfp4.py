@@ -9,12 +9,12 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from ..._jax.xla import actually_rounded
+from ..._numerics.checks import require_bool
 from ..._numerics.formats import E2M1, E4M3, Format, saturating_cast, spacing_of
 from ..._numerics.quantized_array import QuantizedArray, expand
-from ..._numerics.require import require_bool
 from ...devices.device import NO_UNITS, MatrixUnits
 from .base import AbstractScaling, OperandUse
-from .block_geometry import block_shape, blockwise_amax, blockwise_sum
+from .block import block_shape, blockwise_amax, blockwise_sum
 from .multiplier import amax_over_devices, multiplier_of
 
 

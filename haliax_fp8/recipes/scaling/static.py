@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from ..._numerics.checks import require_margin, require_number
 from ..._numerics.quantized_array import QuantizedArray
-from ..._numerics.require import require_margin, require_number
 from ...devices.device import FP8_UNITS, MatrixUnits
 from .amax_of_history import amaxes_of_rows
 from .base import AbstractScaling, CastCost, OperandUse

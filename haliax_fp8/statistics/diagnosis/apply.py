@@ -10,12 +10,10 @@ import haliax as hax
 from ..._numerics.formats import E4M3, E5M2
 from ..._op import Fp8DotGeneral
 from ..._state.op_state import OpState
-from ...layers.default import default_rules
-from ...layers.model_argument import require_layers
-from ...layers.ops import named_ops
-from ...layers.own_state import require_own_state
+from ...layers.checks import require_layers, require_own_state
+from ...layers.config import default_rules
 from ...layers.rule import LayerRule
-from ...layers.walk import map_layers_in_stacks, rule_of
+from ...layers.walk import map_layers_in_stacks, named_ops, rule_of
 from ...recipes.catalog import by_name
 from ...recipes.recipe import Quantization, Recipe
 from ...recipes.scaling import DelayedScaling

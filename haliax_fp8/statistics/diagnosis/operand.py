@@ -7,7 +7,7 @@ import numpy as np
 from ..._numerics.formats import Format
 from ..._op import Fp8DotGeneral
 from ..._state.op_state import OpState
-from ...layers.ops import named_ops
+from ...layers.walk import named_ops
 from ...recipes.recipe import OperandName, Quantization, Recipe
 from ..history import History
 from ..result import OPERANDS, ModelStatistics, OpStatistics, is_concrete, numbered

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ..._numerics.require import require
-from ...layers.model_argument import require_model
-from ...layers.ops import all_ops
+from ..._numerics.checks import require
+from ...layers.checks import require_model
+from ...layers.walk import all_ops
 from ..result import ModelStatistics
 from .checks import CHECKS, EXPLAIN_ALL
 from .finding import Diagnosis, Finding, Problem

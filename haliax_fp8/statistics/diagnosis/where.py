@@ -5,8 +5,8 @@ from typing import Any
 
 import equinox as eqx
 
-from ...layers.model_argument import require_model
-from ...layers.ops import all_ops
+from ...layers.checks import require_model
+from ...layers.walk import all_ops
 from ...recipes.recipe import USES
 from ..measure import quantization_statistics
 from .checks import not_finite

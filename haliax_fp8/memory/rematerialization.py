@@ -8,15 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._numerics.require import require, require_bool
-from ...devices.catalog import peaks
-from ...devices.device import Device
-from ...layers.model_argument import require_layers, require_model
-from ...layers.patterns import path_string
-from ...layers.rematerialization import AbstractRematerialized
-from .default import default_rematerialization
-from .rule import RematerializationRule
-from .subclass import Rematerialization, with_rematerialization, without_rematerialization
+from .._numerics.checks import require, require_bool
+from ..devices.catalog import peaks
+from ..devices.device import Device
+from ..layers.checks import require_layers, require_model
+from ..layers.walk import AbstractRematerialized, path_string
+from .rematerialization_rules import (
+    Rematerialization,
+    RematerializationRule,
+    default_rematerialization,
+    with_rematerialization,
+    without_rematerialization,
+)
 
 
 def rematerialize[M](

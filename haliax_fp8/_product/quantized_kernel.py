@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._jax.mapped_axis import to_front
 from .._jax.max_grad import is_max_grad
+from .._jax.primitives import to_front
 from .._numerics.quantized_array import QuantizedArray
 from ..recipes.recipe import USES, ProductName, Recipe
 from .contraction import AbstractContraction

@@ -14,19 +14,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, BFloat16, Float, UInt8
 
-from .._jax.after_partitioning import devices_of, lower_after_partitioning, lower_with_devices
-from .._jax.compiled_alone import compile_alone
-from .._jax.explicit_axes import aval_of_result
-from .._jax.lowered_by_platform import lower_by_platform
-from .._jax.mapped_axis import to_front
-from .._jax.mesh_axes import as_varying
-from .._jax.still_rounded import still_rounded
-from .._jax.xla import on_cpu
+from .._jax.custom_partitioning import devices_of, lower_after_partitioning, lower_with_devices
+from .._jax.meshes import as_varying, aval_of_result
+from .._jax.primitives import compile_alone, lower_by_platform, to_front
+from .._jax.xla import on_cpu, still_rounded
 from .._numerics.quantized_array import MX_BLOCK, QuantizedArray, expand, in_mx_blocks
 from ..devices.device import Device
 from ..devices.units import FP8_UNITS, MX_UNITS
 from .dimensions import DotDimensions
-from .divided_product import DividedProduct
+from .partition import DividedProduct
 
 
 def block_scaled_dot(

@@ -1,18 +1,26 @@
-"""How devices divide a product that XLA does not see: what stays divided, what is gathered or added up.
-
-XLA divides its own products by a rule that names the axes of their arrays. Here it is spelled out, because XLA does not
-see these products until it has divided everything else.
-"""
+"""Products and sums that are divided over the devices of a mesh."""
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Float, Float32
+
+from .._jax.custom_partitioning import knows_devices, lower_after_partitioning, lower_with_devices
+from .._jax.primitives import compile_alone, to_front
+from .._jax.xla import lowered_for_cuda
+from .._numerics.quantized_array import QuantizedArray
+from .dimensions import DotDimensions
+from .scaled_product import aval_of, is_exact, multiplied
 
 
 type Factors = tuple[str, ...]
@@ -181,3 +189,159 @@ def _sent(factor: str, axis: str, mesh: Mapping[str, int], operands: tuple[Held,
     elif held != factor:
         total += out.bytes_over(axis, mesh)
     return total * share
+
+
+@dataclasses.dataclass(frozen=True)
+class DividedProduct:
+    """A product on a mesh: of data and exponents, `product(lhs, of_lhs, rhs, of_rhs)`; or with one scale for all, which
+    is an array of one element, `product(lhs, rhs, scale)`.
+
+    Each axis of its arrays is named by a factor: `b` for batch axes, `m` and `n` for the free ones of lhs and rhs, `c`
+    for those that are summed, the last of them in blocks.
+
+    Args:
+        dimensions: What is contracted; blocks run along the last pair of axes.
+        block: How many elements of the last contracted axis share a scale; None with one scale.
+        blocks: How many blocks that axis has.
+    """
+
+    dimensions: DotDimensions
+    block: int | None = None
+    blocks: int = 1
+
+    @functools.cached_property
+    def lhs(self) -> Factors:
+        """The factors of lhs."""
+        dims = self.dimensions
+        return _named(dims.lhs_ndim, b=dims.lhs_batch, m=dims.lhs_free, c=dims.lhs_contract)
+
+    @functools.cached_property
+    def rhs(self) -> Factors:
+        """The factors of rhs."""
+        dims = self.dimensions
+        return _named(dims.rhs_ndim, b=dims.rhs_batch, n=dims.rhs_free, c=dims.rhs_contract)
+
+    @functools.cached_property
+    def out(self) -> Factors:
+        """The factors of the result."""
+        of_lhs, of_rhs = self.dimensions.lhs_batch + self.dimensions.lhs_free, self.dimensions.rhs_free
+        return (*(self.lhs[axis] for axis in of_lhs), *(self.rhs[axis] for axis in of_rhs))
+
+    @property
+    def _last(self) -> str:
+        return f"c{len(self.dimensions.lhs_contract) - 1}"
+
+    @property
+    def rule(self) -> str:
+        """The rule for Shardy: which axes belong together; elements of a block stay together."""
+        if self.block is None:
+            return f"{' '.join(self.lhs)}, {' '.join(self.rhs)}, one -> {' '.join(self.out)}"
+        # Shardy takes no factor of size one beside others.
+        in_blocks = f"({self._last} element)" if self.blocks > 1 else "element"
+        data = lambda axes: " ".join(in_blocks if axis == self._last else axis for axis in axes)
+        arrays = data(self.lhs), " ".join(self.lhs), data(self.rhs), " ".join(self.rhs)
+        return f"{', '.join(arrays)} -> {' '.join(self.out)}"
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What the rule does not say."""
+        size = {"element": self.block} if self.block is not None and self.blocks > 1 else {}
+        summed = [f"c{i}" for i in range(len(self.dimensions.lhs_contract))]
+        return {**size, **special_factors(self.rule, summed, ["element"])}
+
+    def partition(self, product: Callable[..., Array], mesh: Any, args: Sequence[Any], result: Any) -> Any:
+        """What each device computes of its parts, as `custom_partitioning` asks for it.
+
+        Args:
+            product: What a device computes of its part.
+            mesh: The mesh.
+            args: What `product` takes: shapes, dtypes and the shardings that XLA has found.
+            result: The same of the result.
+        """
+        positions = (0, 1) if self.block is None else (0, 2)
+        lhs, rhs = (Held.of(args[i], axes) for i, axes in zip(positions, (self.lhs, self.rhs), strict=True))
+        of_lhs, of_rhs = (args[i].shape for i in ((0, 1) if self.block is None else (1, 3)))
+        sizes = dict(zip(self.lhs + self.rhs, (*of_lhs, *of_rhs), strict=True))
+        division = Division.of(mesh, (lhs, rhs), Held.of(result, self.out), sizes)
+
+        def on_each(*arrays: Array) -> Array:
+            return division.finished(product(*arrays))
+
+        of_lhs, of_rhs, of_scale = (division.sharding(axes) for axes in (self.lhs, self.rhs, ("one",)))
+        of_args = (of_lhs, of_rhs, of_scale) if self.block is None else (of_lhs, of_lhs, of_rhs, of_rhs)
+        return mesh, on_each, division.of_result, of_args
+
+
+def _named(ndim: int, **by_letter: tuple[int, ...]) -> Factors:
+    names = {axis: f"{letter}{i}" for letter, axes in by_letter.items() for i, axis in enumerate(axes)}
+    return tuple(names[axis] for axis in range(ndim))
+
+
+def scaled_by_each_device(
+    a: QuantizedArray,
+    b: QuantizedArray,
+    scale: Float32[Array, ""],
+    dimensions: DotDimensions,
+    precision: lax.PrecisionLike,
+    dtype: np.dtype,
+) -> Float[Array, "..."]:
+    """Like `scaled_product`, where devices add up their parts of the result.
+
+    Args:
+        a: The first operand.
+        b: The second.
+        scale: The product of their scales.
+        dimensions: What is contracted.
+        precision: The precision of the product.
+        dtype: The dtype of the result.
+    """
+    params = {"dimensions": dimensions, "precision": precision, "dtype": dtype, "exact": is_exact(a, b, dtype)}
+    return divided_sum_p.bind(a.data, b.data, lax.reshape(scale, (1,)), **params)
+
+
+divided_sum_p = Primitive("fp8_divided_sum")
+
+
+def _of_part(a: Array, b: Array, scale: Array, **params: Any) -> Array:
+    """The product of what one device has."""
+    return multiplied(a, b, lax.squeeze(scale, (0,)), **params)
+
+
+def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, exact: bool, **params: Any) -> tuple[Array, int]:
+    """The mapped axis is a batch axis of both operands."""
+    (a, b, scale), (*axes, of_scale) = args, axes
+    if of_scale is not None:
+        # Not in the dtype: for which platform is not known yet.
+        each = functools.partial(_of_part, dimensions=dimensions, in_dtype=False, **params)
+        return jax.vmap(each, in_axes=(*axes, of_scale))(a, b, scale), 0
+    size = next(x.shape[axis] for x, axis in zip((a, b), axes, strict=True) if axis is not None)
+    a, b = (to_front(x, axis, size, 0) for x, axis in zip((a, b), axes, strict=True))
+    dimensions, out_axis = dimensions.with_batch_axis()
+    return divided_sum_p.bind(a, b, scale, dimensions=dimensions, exact=exact, **params), out_axis
+
+
+def _lowered(context: Any, *operands: Any, dimensions: DotDimensions, exact: bool, **params: Any) -> Any:
+    # A switch between platforms, as on one device, would be divided with what surrounds it.
+    in_dtype = exact and lowered_for_cuda(context)
+    product = functools.partial(_of_part, dimensions=dimensions, in_dtype=in_dtype, **params)
+    if not knows_devices(context):
+        return mlir.lower_fun(product, multiple_results=False)(context, *operands)
+    divided = DividedProduct(dimensions)
+    return lower_after_partitioning(
+        context,
+        *operands,
+        name="a product with one scale",
+        function=product,
+        part=product,
+        rule=divided.rule,
+        sizes=divided.named,
+        partition=divided.partition,
+        remedy="choose another recipe",
+    )
+
+
+compile_alone(divided_sum_p)
+divided_sum_p.def_abstract_eval(aval_of)
+mlir.register_lowering(divided_sum_p, _lowered)
+batching.primitive_batchers[divided_sum_p] = _batched
+lower_with_devices(divided_sum_p)

@@ -1,12 +1,59 @@
-"""Gives a primitive its own rule for reverse mode."""
+"""Small rules for JAX primitives: mapped axes, lowerings per platform, reverse mode, and compiled parts."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.interpreters.ad import Zero
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
+
+
+def to_front(x: Shaped[Array, "..."], axis: int | None, size: int, position: int) -> Shaped[Array, "..."]:
+    """Moves an axis to a position near the front, or makes a new one there by repeating."""
+    if axis is not None:
+        return x if axis == position else jnp.moveaxis(x, axis, position)
+    shape = (*x.shape[:position], size, *x.shape[position:])
+    return jnp.broadcast_to(jnp.expand_dims(x, position), shape)
+
+
+def lower_by_platform(primitive: Primitive, elsewhere: Callable[..., Any], **by_platform: Callable[..., Any]) -> None:
+    """Registers what a primitive is lowered to, by the platform that a program is for.
+
+    It is for primitives what `on_cuda` and `on_cpu` of `xla.py` are for functions.
+
+    Args:
+        primitive: The primitive.
+        elsewhere: The lowering rule on platforms that have none of their own.
+        **by_platform: Further rules by JAX's names for platforms, such as `cpu`, `cuda`, `rocm` and `tpu`.
+    """
+    mlir.register_lowering(primitive, elsewhere)
+    for platform, rule in by_platform.items():
+        mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def compile_alone(primitive: Primitive) -> None:
+    """Registers that a primitive is compiled where it is evaluated, with `jax.disable_jit` too.
+
+    There `jax.jit` would evaluate the primitive again, without end.
+
+    Args:
+        primitive: The primitive, whose parameters are hashable.
+    """
+
+    @functools.cache
+    def compiled(names: tuple[str, ...]) -> Any:
+        return jax.jit(primitive.bind, static_argnames=names)
+
+    def evaluate(*args: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):
+            return compiled(tuple(params))(*args, **params)
+
+    primitive.def_impl(evaluate)
 
 
 def define_linearization(primitive: Any, linearize: Callable[..., tuple[Array, Sequence[Array], Callable]]) -> None:

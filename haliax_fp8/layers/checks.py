@@ -1,0 +1,275 @@
+"""Checks of a model where it enters: that it is one, and that its FP8 state can be used."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from .._state.guard import is_changed as scale_is_changed
+from .._state.op_state import KEEP_STATE_WITH_TRAINED, OpState
+from .._state.table import numbers_of
+from ..recipes.recipe import OPERAND_NAMES
+from ..recipes.scaling import DelayedScaling, StaticScaling
+from .config import Fp8Config
+from .walk import all_ops, is_op, named_ops
+
+
+def require_tree(tree: Any, call: str, name: str = "model") -> None:
+    """Raises a ValueError if an argument is nothing that could have numbers: None, a class, a function, a text.
+
+    Args:
+        tree: What was given.
+        call: How the function is called.
+        name: The argument's name.
+    """
+    if isinstance(tree, type):
+        raise ValueError(f"{name} is the class {tree.__name__}, but must be an instance, with weights; use {call}")
+    is_array = isinstance(tree, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    if tree is None or (_is_leaf(tree) and not is_array):
+        raise _without_layers(tree, call, name)
+
+
+def require_model(model: Any, call: str, name: str = "model") -> None:
+    """Like `require_tree`, for functions that take a model without its optimizer's state.
+
+    Moments have the structure of the model, so every layer would be found again in them.
+
+    Args:
+        model: As in `require_tree`.
+        call: As in `require_tree`.
+        name: As in `require_tree`.
+    """
+    require_tree(model, call, name)
+    if type(model) is not tuple:
+        return
+    for index, item in enumerate(model):
+        others = model[:index] + model[index + 1 :]
+        if isinstance(item, eqx.Module) and any(_is_of_optimizer(other, type(item)) for other in others):
+            raise ValueError(
+                f"{name} is a tuple with an optimizer's state, and the model is {_item(index)}: give the model alone, "
+                f"{call}"
+            )
+
+
+def require_layers(model: Any, call: str, name: str = "model") -> None:
+    """Like `require_model`, for functions to which an array or an op alone is not a model.
+
+    Args:
+        model: As in `require_tree`.
+        call: As in `require_tree`.
+        name: As in `require_tree`.
+    """
+    require_model(model, call, name)
+    if is_op(model):
+        raise ValueError(f"{name} is an Fp8DotGeneral, the product of a layer; use {call}, with the model it is in")
+    if isinstance(model, hax.NamedArray) or _is_leaf(model):
+        raise _without_layers(model, call, name)
+
+
+def holds_optimizer_state(tree: Any) -> bool:
+    """Whether a tree is an optimizer's state, or has one in it: Optax makes it of named tuples, models have none."""
+    return any(map(_is_named_tuple, jax.tree.leaves(tree, is_leaf=_is_named_tuple)))
+
+
+def _is_leaf(tree: Any) -> bool:
+    return not isinstance(tree, eqx.Module) and jax.tree_util.all_leaves([tree])
+
+
+def _is_of_optimizer(tree: Any, model_type: type) -> bool:
+    """Whether a tree has moments of a model of a class, or is an optimizer's state that needs none.
+
+    A named tuple may also be what a recurrent layer carries, or several models: Optax calls its own `...State`.
+    """
+    states = [x for x in jax.tree.leaves(tree, is_leaf=_is_named_tuple) if type(x).__name__.endswith("State")]
+    is_model = lambda node: isinstance(node, model_type)
+    return any(not x or any(map(is_model, jax.tree.leaves(x, is_leaf=is_model))) for x in states)
+
+
+def _is_named_tuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def _without_layers(model: Any, call: str, name: str) -> ValueError:
+    if model is None:
+        shown = "None"
+    elif isinstance(model, Fp8Config):
+        shown = "an Fp8Config"
+    else:
+        shown = "a function" if callable(model) else f"of type {type(model).__name__}"
+    return ValueError(f"{name} is {shown}, and has no layers; use {call}, with the model itself")
+
+
+def _item(index: int) -> str:
+    return f"its {('first', 'second', 'third')[index]} item" if index < 3 else f"its item {index}"
+
+
+def require_own_state(model: Any, *, wait: bool = True) -> None:
+    """Raises a ValueError that names the layers, if anything but its own update changed the state of one.
+
+    An optimizer that gets the whole tree, weight decay, an average of models: each of them changes scales, which are
+    not parameters. On a device, products with such scales give NaN.
+
+    Args:
+        model: A model, or any tree; not checked if it is traced or abstract.
+        wait: Whether to wait for state that is being computed; without it, such state is not checked.
+    """
+    # Paths are slow to make, and needed for the message alone.
+    if not any(is_changed(op.state, wait=wait) for op in all_ops(model)):
+        return
+    found = [name or "the model itself" for name, op in named_ops(model) if is_changed(op.state, wait=wait)]
+    if found:
+        raise ValueError(changed_message(found))
+
+
+def require_whole_state(model: Any, *, calibrating: bool = False) -> None:
+    """Raises a ValueError that names the layers, if a step would have to update state that is in another part.
+
+    Args:
+        model: A model, or a part of one, as `eqx.partition` returns it.
+        calibrating: Whether state that training only reads is written too, as that of static scaling.
+    """
+
+    def is_missing(state: Any) -> bool:
+        missing = isinstance(state, OpState) and state.table.array is None
+        return missing and (calibrating or numbers_of(state.scalings) > 0)
+
+    if any(is_missing(op.state) for op in all_ops(model)):
+        found = [name or "the model itself" for name, op in named_ops(model) if is_missing(op.state)]
+        raise ValueError(
+            f"the FP8 state of {_first(found)} is not in this part of the model, so its scales would never be updated: "
+            f"eqx.partition put it with the frozen weights. {KEEP_STATE_WITH_TRAINED} Or pass the whole model, and "
+            "freeze weights in the optimizer: optax.masked(optax.set_to_zero(), mask) at its end"
+        )
+
+
+def _first(layers: list[str]) -> str:
+    """The first three, and how many more there are."""
+    return ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+
+
+def changed_message(layers: list[str]) -> str:
+    """What happened to the state of layers, and how to train and average instead."""
+    return (
+        f"the FP8 state of {_first(layers)} was changed by something other than its own update: an "
+        "optimizer, weight decay or an average that was given the whole model, or gradients that were divided before "
+        "state was split from them. Scales are not parameters, and products with them now give NaN. Use TrainStep, or "
+        "split state from parameters in your step:\n"
+        "    overwrites, grads = partition_for_grad_overwrite(grads)\n"
+        "    updates, opt_state = optimizer.update(grads, opt_state, trainable(model))\n"
+        "    model = apply_updates(model, updates, overwrites)\n"
+        "and start with optimizer.init(trainable(model)). Average models (EMA, SWA, target networks) with\n"
+        "    average = training.incremental_update(model, average, step_size=0.01)\n"
+        "The state of this model is lost: convert it again, fp8_linear_layers(restore_linear_layers(model), config)"
+    )
+
+
+def is_changed(state: Any, *, wait: bool = True) -> bool:
+    """Whether a state holds a scale that does not match its guard; False if it has no values to read.
+
+    Args:
+        state: An op's state.
+        wait: As in `require_own_state`.
+    """
+    table = table_on_host(state, wait=wait)
+    return table is not None and scale_is_changed(table[..., 0], table[..., -1])
+
+
+def are_usable(tables: Sequence[np.ndarray]) -> bool:
+    """Whether only their own updates changed all these tables, and each of their scales is calibrated.
+
+    Args:
+        tables: From `tables_on_host`.
+    """
+    if not tables:
+        return True
+    columns = ([table[..., column].ravel() for table in tables] for column in (0, -1))
+    # Models may be cast to several dtypes.
+    scales, guards = (np.concatenate(column, dtype=np.float32, casting="unsafe") for column in columns)
+    return not np.isinf(scales).any() and not scale_is_changed(scales, guards)
+
+
+def table_on_host(state: Any, *, wait: bool = True) -> np.ndarray | None:
+    """The numbers of an op's state; None if it is abstract, traced, deleted or not a state.
+
+    Args:
+        state: Anything.
+        wait: Whether to wait for state that is being computed; without it, such state gives None.
+    """
+    tables = tables_on_host([state.table.array], wait=wait) if isinstance(state, OpState) else []
+    return tables[0] if tables else None
+
+
+def tables_on_host(tables: Sequence[Any], *, wait: bool = True) -> list[np.ndarray]:
+    """The numbers of those tables that have any: not of abstract, traced and deleted ones.
+
+    Args:
+        tables: The tables of several states.
+        wait: As in `table_on_host`.
+    """
+    found: list[Any] = []
+    for table in tables:
+        if isinstance(table, np.ndarray):
+            found.append(table)
+        # JAX's arrays have `is_ready`, but its types do not declare it.
+        elif isinstance(table, jax.Array) and not isinstance(table, Tracer) and not table.is_deleted():
+            if wait or getattr(table, "is_ready", lambda: True)():
+                # On several hosts each one has a copy of its own.
+                found.append(table if table.is_fully_addressable else table.addressable_data(0))
+    # All copies from the device run at the same time.
+    return jax.device_get(found)
+
+
+def uncalibrated_operands(state: Any, *, wait: bool = True) -> tuple[str, ...]:
+    """The operands of an op whose scale is not calibrated in at least one layer of its stack.
+
+    Args:
+        state: An op's state. An abstract or traced state has no values to read, so no operand is reported.
+        wait: Whether to wait for a state that is being computed; without it, no operand is reported for such a state.
+    """
+    if not isinstance(state, OpState):
+        return ()
+    rows = [row for row, s in enumerate(state.scalings) if isinstance(s, StaticScaling) and s.scale is None]
+    table = table_on_host(state, wait=wait) if rows else None
+    return () if table is None else tuple(OPERAND_NAMES[row] for row in rows if np.isinf(table[..., row, 0]).any())
+
+
+def unrecorded_operands(state: Any) -> tuple[str, ...]:
+    """The operands of an op whose delayed scale is still the first one, 1, in at least one layer of its stack.
+
+    Steps that were not finite do not count: they record `-inf`, and leave the scale as it was.
+
+    Args:
+        state: As in `uncalibrated_operands`.
+    """
+    if not isinstance(state, OpState) or (table := table_on_host(state)) is None:
+        return ()
+    rows = [row for row, scaling in enumerate(state.scalings) if isinstance(scaling, DelayedScaling)]
+    is_first = (table[..., 0] == 1.0) & (table[..., 1:-1] <= 0.0).all(-1)
+    return tuple(OPERAND_NAMES[row] for row in rows if is_first[..., row].any())
+
+
+def require_calibrated(model: Any, *, wait: bool = True) -> None:
+    """Raises a ValueError that names the layers, if a static scale is not calibrated yet.
+
+    Args:
+        model: A model; not checked if it is traced or abstract.
+        wait: As in `uncalibrated_operands`.
+    """
+    # Paths are slow to make, and needed for the message alone.
+    if not any(uncalibrated_operands(op.state, wait=wait) for op in all_ops(model)):
+        return
+    operands = {name: uncalibrated_operands(op.state, wait=wait) for name, op in named_ops(model)}
+    found = [f"{name or 'the model itself'} ({', '.join(missing)})" for name, missing in operands.items() if missing]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ValueError(
+            f"model has static scales that are not calibrated, in {len(found)} layers: {', '.join(found[:3])}{more}. "
+            "Calibrate it first: model = step.calibrate(model, *batch) with a TrainStep, or calibrate(model, loss_fn, "
+            "[batch]). If you did, the loss did not reach these operands, or they were all zeros or not finite: "
+            "calibrate on another batch, leave the layers out with Fp8Config(exclude=...), or give a scale, "
+            "StaticScaling(scale=...)"
+        )

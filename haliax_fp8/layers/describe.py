@@ -1,0 +1,353 @@
+"""Arrays that no layer of a known class owns: a product with one stays in high precision."""
+
+import dataclasses
+import os.path
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+from jax.tree_util import GetAttrKey, KeyEntry
+
+from .._jax.used import depends_on
+from .._op import Fp8DotGeneral
+from .._state.op_state import OpState, OverwriteWithGradient
+from .._unconverted import LeftOut
+from ..devices.device import Device, is_device_name
+from ..recipes.catalog import as_recipe
+from ..recipes.recipe import OPERAND_NAMES, Recipe
+from ..recipes.scaling import DelayedScaling
+from .checks import require_layers, require_own_state, uncalibrated_operands, unrecorded_operands
+from .config import Fp8Config, as_config
+from .convert import decide
+from .description import LayerDescription, ModelDescription
+from .only_where_faster import FasterOn
+from .rule import LayerRule, OnlyIfNamed
+from .served import AbstractServedLayer
+from .walk import STACKED, all_ops, find_layers, find_rematerialized, is_op, map_layers_in_stacks, path_string, rule_of
+
+
+def arrays_outside(model: Any, rules: tuple[LayerRule, ...]) -> list[str]:
+    """The paths of floating-point arrays of two or more dimensions that belong to no layer with a rule.
+
+    Axes of stacks and ensembles do not count, nor do the arrays of Equinox's and Haliax's own classes, such as
+    embeddings and norms, or of a module that holds an op of its own.
+
+    Args:
+        model: Any tree.
+        rules: The rules of the layer classes that are known.
+    """
+    layer_types = tuple(jax.tree.leaves([rule.layer_type for rule in rules]))
+    ensembles = _ensembles(model, rules)
+    found: list[str] = []
+
+    def visit(path: tuple[KeyEntry, ...], node: Any, stack: tuple[str, ...], *, is_owned: bool) -> None:
+        if isinstance(node, (*layer_types, OverwriteWithGradient)) or is_op(node):
+            return
+        if isinstance(node, hax.NamedArray) or _is_array(node):
+            if not is_owned and _dimensions(node, path, stack, ensembles) >= 2:
+                found.append(path_string(path))
+            return
+        if isinstance(node, hnn.Stacked):
+            visit((*path, STACKED), node.stacked, (*stack, node.Block.name), is_owned=False)
+            return
+        is_owned = type(node).__module__.startswith(("equinox.nn", "haliax.nn")) or _multiplies(node)
+        for key, child in _children(node):
+            visit((*path, *key), child, stack, is_owned=is_owned)
+
+    visit((), model, (), is_owned=False)
+    return found
+
+
+def _children(node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What is one level below a node; nothing for a leaf."""
+    for path, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]:
+        if child is not node:
+            yield path, child
+
+
+def _multiplies(node: Any) -> bool:
+    """Whether a module has an op for its own arrays, or an einsum, which has nothing but an op."""
+
+    def is_own(value: Any) -> bool:
+        below = [child for _, child in _children(value)] if isinstance(value, eqx.Module) else []
+        return is_op(value) or (len(below) == 1 and is_op(below[0]))
+
+    return isinstance(node, eqx.Module) and any(is_own(child) for _, child in _children(node))
+
+
+def _is_array(node: Any) -> bool:
+    is_array = eqx.is_array(node) or isinstance(node, jax.ShapeDtypeStruct)
+    return is_array and jnp.issubdtype(node.dtype, jnp.floating)
+
+
+def _dimensions(node: Any, path: tuple[KeyEntry, ...], stack: tuple[str, ...], ensembles: Mapping[str, int]) -> int:
+    """How many axes an array has, without those of stacks and ensembles."""
+    if isinstance(node, hax.NamedArray):
+        return len([name for name in node.axis_names if name not in stack]) if _is_array(node.array) else 0
+    if not ensembles:
+        return node.ndim - len(stack)
+    # A plain array does not say which of its axes are of ensembles: the nearest layer's kernel does.
+    common = lambda other: len(os.path.commonprefix([path_string(path).split("."), other.split(".")]))
+    nearest = max(ensembles, key=common)
+    return node.ndim - (ensembles[nearest] if common(nearest) else min(ensembles.values()))
+
+
+def _ensembles(model: Any, rules: tuple[LayerRule, ...]) -> dict[str, int]:
+    """How many axes of ensembles and stacks are in front of each layer's kernel, by path."""
+    counts = {}
+    for path, (layer, stack) in find_layers(model, rules).items():
+        members, inner = rule_of(layer, rules).kernel(layer).members_and_stack(stack)
+        counts[path] = len(members) + len(inner)
+    return counts
+
+
+MULTIPLIES_ITSELF = "never called: the model multiplies by its weight itself; exclude it"
+UNUSED = "never called: the loss does not use this layer"
+
+
+def with_calls_of_loss[M](
+    model: M, loss_fn: Callable[..., Any], batch: tuple[Any, ...], rules: tuple[LayerRule, ...]
+) -> M:
+    """The model, whose ops know whether a loss calls them. The loss is traced, not run.
+
+    Args:
+        model: A converted model.
+        loss_fn: `loss_fn(model, *batch)`.
+        batch: Its arguments after the model: arrays, or their shapes.
+        rules: The rules of the model's layers.
+    """
+    recipe = as_recipe(DelayedScaling(amax_history_length=1))
+
+    def tag(path: str, layer: Any, stack: tuple[Any, ...]) -> Any:
+        rule = rule_of(layer, rules)
+        op = rule.op(layer)
+        if op is None:
+            return layer
+        # Every op gets a state, and a loss that calls the op depends on it.
+        made = rule.kernel(layer).init_op(recipe, op.compute_dtype, stack)
+        return rule.with_op(layer, dataclasses.replace(made, allow_dense_groups=True, left_out=op.left_out))
+
+    tagged = map_layers_in_stacks(tag, model, rules)
+    is_array = lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    arrays, static = eqx.partition((tagged, batch), is_array)
+
+    def value(arrays: Any) -> Any:
+        model, batch = eqx.combine(arrays, static)
+        return jax.tree.leaves(loss_fn(model, *batch))[0]
+
+    leaves, structure = jax.tree.flatten(arrays)
+    used = depends_on(lambda leaves: value(jax.tree.unflatten(structure, leaves)), leaves)
+    return with_calls(model, jax.tree.unflatten(structure, used)[0])
+
+
+def with_calls[M](model: M, used: Any) -> M:
+    """The model, or its gradients, whose ops know whether a loss called them.
+
+    Args:
+        model: A tree with ops.
+        used: The same tree with True for each array that the value of the loss depends on, False for the others, and
+            None where that is not known.
+    """
+    nodes = jax.tree_util.tree_flatten_with_path(used, is_leaf=is_op)[0]
+    paths = [path for path, node in nodes if node is True]
+
+    def why(path: tuple[Any, ...], op: Any) -> str | None:
+        states = jax.tree.leaves(op.state)
+        if any(states) or not states:
+            return "" if states else None
+        layer = path[:-1]
+        below = [p[len(layer) :] for p in paths if len(p) > len(layer) and p[: len(layer)] == layer]
+        is_read = any(p[0] == GetAttrKey("weight") or (len(p) == 1 and p[0] != GetAttrKey("bias")) for p in below)
+        return MULTIPLIES_ITSELF if is_read else UNUSED
+
+    reasons = iter([why(path, node) for path, node in nodes if is_op(node)])
+
+    def mark(node: Any) -> Any:
+        return _marked(node, next(reasons)) if is_op(node) else node
+
+    return jax.tree.map(mark, model, is_leaf=is_op)
+
+
+def with_calls_of[M](model: M, other: Any) -> M:
+    """The model, whose ops know of their calls what those of another tree know.
+
+    Args:
+        model: A model.
+        other: A tree with the same ops, such as its gradients.
+    """
+    known = [op.left_out and op.left_out.uncalled for op in all_ops(other)]
+    own = [op.left_out and op.left_out.uncalled for op in all_ops(model)]
+    if len(known) != len(own) or all(reason in (None, mine) for reason, mine in zip(known, own, strict=True)):
+        return model
+    reasons = iter(known)
+    return jax.tree.map(lambda node: _marked(node, next(reasons)) if is_op(node) else node, model, is_leaf=is_op)
+
+
+def _marked(op: Any, uncalled: str | None) -> Any:
+    # An op without it was not made by a conversion; with it, it would have another tree structure.
+    if op.left_out is None or uncalled is None:
+        return op
+    return dataclasses.replace(op, left_out=LeftOut(op.left_out.reasons, uncalled))
+
+
+def describe(
+    model: Any,
+    config: Fp8Config | None = None,
+    *,
+    device: Device | str | None = None,
+    predict: FasterOn | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    batch: Any = (),
+) -> ModelDescription:
+    """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
+
+    Args:
+        model: A converted model, or any other tree.
+        config: Another configuration than the model was converted with, to see what that would do; needed for layers of
+            custom rules.
+        device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
+            or emulated; by default the local one.
+        predict: The device and tokens for which to predict the gain of FP8, such as `FasterOn("h100", tokens=8192)`;
+            by default those of the configuration's `only_if`, if any. A layer in high precision is predicted with the
+            recipe that it would get.
+        loss_fn: `loss_fn(model, *batch)`, to find layers that it never calls: a model may multiply by a layer's weight
+            itself. It is traced, not run. Without it, a training step or `calibrate` has found those whose recipe
+            keeps state.
+        batch: The arguments of `loss_fn` after the model, as in `calibrate`: one, or a tuple of several. Their shapes,
+            `jax.ShapeDtypeStruct`, are enough.
+
+    Returns:
+        The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
+
+    Raises:
+        ValueError: If `model` is not a tree of layers, the device's name is unknown, or `config` is not an `Fp8Config`;
+            if `loss_fn` is not a function, or there is a batch without one; or if anything but its own update changed
+            the FP8 state of the model.
+
+    Example:
+        >>> In, Out = hax.Axis("in", 8), hax.Axis("out", 4)
+        >>> layer = hax.nn.Linear.init(In, Out, key=jax.random.key(0))
+        >>> describe({"up": layer})["up"].reason
+        'not converted'
+    """
+    require_layers(model, "describe(model)")
+    _require_no_device(config)
+    require_own_state(model)
+    named = None if device is None else Device.of(device, of="describe")
+    chosen = Device.default() if named is None else named
+    given = as_config(config)
+    predict = given.only_if if predict is None else predict
+    kept = _kept_reasons(model) if config is None else {}
+    if loss_fn is not None:
+        _require_loss(loss_fn)
+        model = with_calls_of_loss(model, loss_fn, batch if isinstance(batch, tuple) else (batch,), given.rules)
+    elif not (isinstance(batch, tuple) and not batch):
+        raise ValueError("batch was given without loss_fn; use describe(model, loss_fn=loss_fn, batch=(x, y))")
+    rows = []
+    for path, decision in decide(model, given).items():
+        layer, rule, stack = decision.layer, decision.rule, decision.stack
+        op, kernel = rule.op(layer), rule.kernel(layer)
+        recipe, residual = decision.selected, given.kernel_residual
+        text, multiplied = None, None
+        if op is not None:
+            recipe, residual = op.recipe, op.kernel_residual
+            text, multiplied = str(op.recipe), op.recipe
+        elif isinstance(layer, AbstractServedLayer):
+            text, multiplied = layer.kernel.text, layer.kernel.recipe
+        rows.append(
+            LayerDescription(
+                path=path,
+                shape=kernel.text,
+                stacked=_sizes(stack),
+                recipe=text,
+                reason="" if text is not None else kept.get(path) or decision.reason or "not converted",
+                support=None if multiplied is None else kernel.support(multiplied, chosen),
+                prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
+                uncalibrated=() if op is None else uncalibrated_operands(op.state),
+                **({} if op is None else _recorded(op, is_traced=loss_fn is not None)),
+                is_fp4=multiplied is not None and multiplied.kernel.format.bits <= 4,
+                scales="" if op is None else op.recipe.scales,
+                is_linear=text is not None or not _is_of_another_kind(layer, rule),
+            )
+        )
+    if not any(row.recorded for row in rows):
+        # Before the first step, no operand is worth a word.
+        rows = [dataclasses.replace(row, unrecorded=()) for row in rows]
+    others = tuple(arrays_outside(model, given.rules))
+    head = _head(rows) if all_ops(model) else ""
+    return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)), others, head)
+
+
+def _is_of_another_kind(layer: Any, rule: LayerRule) -> bool:
+    """Whether a layer in high precision does not count as a linear one, such as an embedding."""
+    return isinstance(layer, hnn.Embedding) or isinstance(rule.refusal(layer), OnlyIfNamed)
+
+
+_HEADS = ("head", "lm_head", "classifier", "logits", "to_logits", "unembed", "output", "output_layer", "out_layer")
+_LAST_OF_A_LIST = re.compile(r"[^\d.][^.]*\.\d+")
+
+
+def _head(rows: Sequence[LayerDescription]) -> str:
+    """The path of the converted layer whose output the loss seems to read, by its name or its place; or nothing."""
+    alone = [row for row in rows if row.is_linear and not row.stacked]
+    named = [row for row in alone if row.path.rpartition(".")[2] in _HEADS]
+    above = [row.path.rpartition(".")[0] for row in alone]
+    # The last layer of a list of layers, as in an MLP.
+    in_list = len(alone) > 1 and above[-1] == above[-2] and _LAST_OF_A_LIST.fullmatch(alone[-1].path)
+    last = named[-1:] or (alone[-1:] if in_list and alone[-1] is rows[-1] else [])
+    return last[0].path if last and last[0].is_fp8 else ""
+
+
+def _require_loss(loss_fn: Any) -> None:
+    if isinstance(loss_fn, eqx.Module) or not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn is of type {type(loss_fn).__name__}, but must be a function: describe(model, loss_fn=loss_fn, "
+            "batch=(x, y)), which calls loss_fn(model, x, y)"
+        )
+
+
+def _kept_reasons(model: Any) -> dict[str, str]:
+    """Why layers stay in high precision, by path, as far as the model's conversions said."""
+    # All ops of a conversion keep one object.
+    found = {id(op.left_out): op.left_out.reasons for op in all_ops(model) if op.left_out is not None}
+    return {path: reason for reasons in found.values() for path, reason in reasons.items()}
+
+
+def _recorded(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
+    """What is known of an op's amaxes, as far as they can be read, and of its calls."""
+    uncalled = None if op.left_out is None else op.left_out.uncalled
+    if not isinstance(op.state, OpState):
+        return {"uncalled": uncalled}
+    named = zip(OPERAND_NAMES, op.state.scalings, strict=False)
+    delayed = {operand for operand, scaling in named if isinstance(scaling, DelayedScaling)}
+    # An output gradient of zeros leaves its history empty, even in training.
+    expected = delayed - {"output_grad"} or delayed
+    unrecorded = tuple(operand for operand in unrecorded_operands(op.state) if operand in expected)
+    recorded = len(unrecorded) < len(expected) if delayed else None
+    if recorded and uncalled and not is_traced:
+        uncalled = None  # another loss than the last one calls it
+    return {"recorded": recorded, "unrecorded": unrecorded, "uncalled": uncalled}
+
+
+def _require_no_device(config: Any) -> None:
+    if isinstance(config, Device) or (isinstance(config, str) and is_device_name(config)):
+        shown = repr(config) if isinstance(config, str) else "..."
+        raise ValueError(f"config is a device; use describe(model, device={shown})")
+
+
+def recipes_of(model: Any) -> list[Recipe]:
+    """The recipes of a model's FP8 products, each once.
+
+    Args:
+        model: A converted model, or any other tree.
+    """
+    return list(dict.fromkeys(op.recipe for op in all_ops(model)))
+
+
+def _sizes(stack: tuple[hax.Axis, ...]) -> str:
+    return " × ".join(f"{axis.name} {axis.size}" for axis in stack)
