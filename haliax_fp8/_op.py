@@ -25,8 +25,8 @@ from ._product.primitive import fp8_dot_general
 from ._product.quantize_kernel import quantize_kernel
 from ._product.quantized_kernel import KernelCopies, dtype_of_scales, require_fit
 from ._product.spec import KernelResidual, ProductSpec
+from ._skipped import Skipped
 from ._state.op_state import AbstractOp, OpState, leading_axes, require_state, require_stored_scales
-from ._unconverted import LeftOut
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import OPERAND_NAMES, Recipe
 from .recipes.scaling import DelayedScaling
@@ -59,7 +59,7 @@ class Fp8DotGeneral(AbstractOp):
             has no grouped products in FP8, or none for the recipe; also set from the configuration.
         state_per_group: Whether each group of `ragged_dot` has a state of its own; its axis is the last of `stack`.
         kernel_copies: The kernel as its products take it, from `quantize_kernels`; else each product quantizes it.
-        left_out: What the conversion that made it left in high precision, for `describe`; None without a conversion.
+        skipped: What the conversion that made it left in high precision, for `describe`; None without a conversion.
 
     Raises:
         ValueError: If `recipe`, `compute_dtype`, `kernel_shape` or `stack` is of another kind; when called, if operands
@@ -91,7 +91,7 @@ class Fp8DotGeneral(AbstractOp):
     allow_dense_groups: bool = eqx.field(static=True, default=False)
     state_per_group: bool = eqx.field(static=True, default=False)
     kernel_copies: KernelCopies[hax.NamedArray] | None = None
-    left_out: LeftOut | None = eqx.field(static=True, default=None)
+    skipped: Skipped | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
         if self.recipe is None:

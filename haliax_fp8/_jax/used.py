@@ -14,7 +14,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
 
-class Reached:
+class UsedArguments:
     """The arguments that received a cotangent, by their indices, and the number of all."""
 
     def __init__(self) -> None:
@@ -28,14 +28,14 @@ class Reached:
 
     def __repr__(self) -> str:
         """Short, because printed programs contain it."""
-        return "Reached"
+        return "UsedArguments"
 
 
-reached_p = Primitive("reached")
-reached_p.multiple_results = True
+used_p = Primitive("reached")
+used_p.multiple_results = True
 
 
-def noticed(arrays: Sequence[Array], reached: Reached) -> list[Array]:
+def tagged(arrays: Sequence[Array], reached: UsedArguments) -> list[Array]:
     """Returns the arrays themselves, and notices their cotangents; one equation for all, which takes JAX less time.
 
     Args:
@@ -43,7 +43,7 @@ def noticed(arrays: Sequence[Array], reached: Reached) -> list[Array]:
         reached: Collects the indices of those with a cotangent while JAX transposes the function.
     """
     reached.count = len(arrays)
-    return reached_p.bind(*arrays, reached=reached)
+    return used_p.bind(*arrays, reached=reached)
 
 
 def depends_on(function: Callable[[Any], Array], argument: Any) -> list[bool]:
@@ -56,13 +56,13 @@ def depends_on(function: Callable[[Any], Array], argument: Any) -> list[bool]:
     return dce_jaxpr(jax.make_jaxpr(function)(argument).jaxpr, [True])[1]
 
 
-def _transpose(cotangents: Any, *arrays: Any, reached: Reached) -> list[Any]:
+def _transpose(cotangents: Any, *arrays: Any, reached: UsedArguments) -> list[Any]:
     reached.indices |= {i for i, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero}
     return cotangents
 
 
-reached_p.def_impl(lambda *arrays, **_: list(arrays))
-reached_p.def_abstract_eval(lambda *arrays, **_: list(arrays))
-ad.deflinear2(reached_p, _transpose)
-batching.primitive_batchers[reached_p] = lambda arrays, axes, **params: (reached_p.bind(*arrays, **params), axes)
-mlir.register_lowering(reached_p, lambda ctx, *arrays, **_: list(arrays))
+used_p.def_impl(lambda *arrays, **_: list(arrays))
+used_p.def_abstract_eval(lambda *arrays, **_: list(arrays))
+ad.deflinear2(used_p, _transpose)
+batching.primitive_batchers[used_p] = lambda arrays, axes, **params: (used_p.bind(*arrays, **params), axes)
+mlir.register_lowering(used_p, lambda ctx, *arrays, **_: list(arrays))

@@ -31,7 +31,7 @@ def computed_together[T](values: T) -> T:
     return lax.optimization_barrier(values)
 
 
-def made_before_it_is_measured[T](values: T) -> T:
+def computed_before_measured[T](values: T) -> T:
     """An operand and its quantized form, for several statistics of them.
 
     XLA would quantize it again for each of them: a reduction is a launch of its own, and fuses its producers.
@@ -83,7 +83,7 @@ def side_by_side(parts: Sequence[Array]) -> Array:
     return joined
 
 
-def own_operand(x: Array, own: Array) -> Array:
+def operand_per_sharer(x: Array, own: Array) -> Array:
     """An operand that several products share, as the operand of one of them.
 
     XLA merges small products that share an operand, and then has to split the result and to apply separate scales. A
@@ -97,11 +97,11 @@ def own_operand(x: Array, own: Array) -> Array:
     return lax.optimization_barrier((x, own))[0]
 
 
-def own_precision(index: int | None) -> lax.PrecisionLike:
+def precision_per_sharer(index: int | None) -> lax.PrecisionLike:
     """Full accumulation, under a different name for each of several products that share an operand.
 
     XLA merges such products only if they request the same precision. For FP8 data, all these names mean the same. A
-    barrier as in `own_operand` would separate the operand from its transposition.
+    barrier as in `operand_per_sharer` would separate the operand from its transposition.
 
     Args:
         index: The product's index among them; None if it is alone.
@@ -167,7 +167,7 @@ def read_together(x: Array) -> Array:
 read_together.defjvps(lambda tangent, out, x: tangent)
 
 
-def actually_rounded(x: Array) -> Array:
+def force_cast(x: Array) -> Array:
     """A value in a narrow format that is about to be converted back.
 
     Otherwise XLA may drop both conversions, and with them the rounding.
@@ -282,7 +282,7 @@ _FORWARD = 1
 mlir.register_lowering(as_made_p, _as_made_lowered)
 
 
-def still_rounded(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def keep_cast(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """FP8 data that may be converted back in the same program; other data as they are.
 
     Otherwise XLA may drop both conversions, and with them the rounding.
@@ -290,20 +290,20 @@ def still_rounded(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     Args:
         x: The data of an operand, which a recipe may leave in high precision.
     """
-    return still_rounded_in_parts(x, smallest=1)
+    return keep_cast_in_parts(x, smallest=1)
 
 
-def still_rounded_in_parts(x: Float[Array, "*shape"], smallest: int) -> Float[Array, "*shape"]:
+def keep_cast_in_parts(x: Float[Array, "*shape"], smallest: int) -> Float[Array, "*shape"]:
     """An operand of a product that XLA widens only if an axis has a single element, whole or as devices divide it.
 
-    How many devices there are is known when the program is lowered. On enough of them the data are as `still_rounded`
+    How many devices there are is known when the program is lowered. On enough of them the data are as `keep_cast`
     returns them, otherwise as they are.
 
     Args:
         x: The data of an operand, which a recipe may leave in high precision.
         smallest: The smallest side of the product's matrices.
     """
-    return still_rounded_p.bind(x, smallest=smallest) if jnp.finfo(x.dtype).bits == 8 else x
+    return keep_cast_p.bind(x, smallest=smallest) if jnp.finfo(x.dtype).bits == 8 else x
 
 
 def _changed(x: Array) -> Array:
@@ -313,12 +313,12 @@ def _changed(x: Array) -> Array:
 
 
 def _batched(args: Any, axes: Any, *, smallest: int) -> tuple[Array, Any]:
-    return still_rounded_p.bind(*args, smallest=smallest), *axes
+    return keep_cast_p.bind(*args, smallest=smallest), *axes
 
 
 def _jvp(primals: Any, tangents: Any, *, smallest: int) -> tuple[Array, Any]:
     """The derivative of the identity: a tangent is not FP8 data."""
-    return still_rounded_p.bind(*primals, smallest=smallest), *tangents
+    return keep_cast_p.bind(*primals, smallest=smallest), *tangents
 
 
 def _lowered_cast(context: Any, x: Any, *, smallest: int) -> Any:
@@ -329,10 +329,10 @@ def _lowered_cast(context: Any, x: Any, *, smallest: int) -> Any:
 
 _always = mlir.lower_fun(_changed, multiple_results=False)
 
-still_rounded_p = Primitive("fp8_still_rounded")
+keep_cast_p = Primitive("fp8_keep_cast")
 """The identity."""
-still_rounded_p.def_impl(lambda x, smallest: x)
-still_rounded_p.def_abstract_eval(lambda x, smallest: x)
-batching.primitive_batchers[still_rounded_p] = _batched
-ad.primitive_jvps[still_rounded_p] = _jvp
-mlir.register_lowering(still_rounded_p, _lowered_cast)
+keep_cast_p.def_impl(lambda x, smallest: x)
+keep_cast_p.def_abstract_eval(lambda x, smallest: x)
+batching.primitive_batchers[keep_cast_p] = _batched
+ad.primitive_jvps[keep_cast_p] = _jvp
+mlir.register_lowering(keep_cast_p, _lowered_cast)

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped
 
-from .._jax.xla import still_rounded
+from .._jax.xla import keep_cast
 from .formats import FORMATS, Format, saturating_cast
 from .rounding import Rotation
 
@@ -75,7 +75,7 @@ class QuantizedArray(eqx.Module):
 
     def dequantize_rotated(self) -> Float32[Array, "*data"]:
         """`data * scale` in float32, still rotated: enough for a product whose operands are rotated alike."""
-        data = still_rounded(self.data)
+        data = keep_cast(self.data)
         return lax.mul(lax.convert_element_type(data, jnp.float32), expand(self.scale, data.shape, self.block))
 
 

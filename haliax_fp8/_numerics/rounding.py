@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Key
 
-from .._jax.xla import still_rounded
+from .._jax.xla import keep_cast
 from .formats import Format, saturating_cast, spacing_of
 
 
@@ -73,7 +73,7 @@ class Rounding(enum.Enum):
             format: The format to round to.
         """
         if not self.needs_key:
-            return (still_rounded(saturating_cast(x, format)).astype(jnp.float32) - x) ** 2
+            return (keep_cast(saturating_cast(x, format)).astype(jnp.float32) - x) ** 2
         limit = np.float32(format.max)
         magnitude = jnp.abs(x)
         spacing = spacing_of(jnp.minimum(magnitude, limit), format)

@@ -17,7 +17,7 @@ from jaxtyping import Array, BFloat16, Float, UInt8
 from .._jax.custom_partitioning import devices_of, lower_after_partitioning, lower_with_devices
 from .._jax.meshes import as_varying, aval_of_result
 from .._jax.primitives import compile_alone, lower_by_platform, to_front
-from .._jax.xla import on_cpu, still_rounded
+from .._jax.xla import keep_cast, on_cpu
 from .._numerics.quantized_array import MX_BLOCK, QuantizedArray, expand, in_mx_blocks
 from ..devices.device import Device
 from ..devices.units import FP8_UNITS, MX_UNITS
@@ -173,7 +173,7 @@ def _block_product(
 
 def _values(data: Array, scale: Array) -> BFloat16[Array, "batch rows contracted"]:
     """Data times scales, which bfloat16 holds."""
-    blocks = lax.convert_element_type(still_rounded(data), jnp.float32).reshape(*scale.shape, MX_BLOCK)
+    blocks = lax.convert_element_type(keep_cast(data), jnp.float32).reshape(*scale.shape, MX_BLOCK)
     scaled = blocks * lax.convert_element_type(scale, jnp.float32)[..., None]
     return lax.convert_element_type(scaled.reshape(data.shape), jnp.bfloat16)
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32
 
 from .._jax.meshes import automatic_axes
 from .._jax.primitives import to_front
-from .._jax.xla import still_rounded, still_rounded_in_parts
+from .._jax.xla import keep_cast, keep_cast_in_parts
 from .._numerics.formats import E5M2, FORMATS
 from .._numerics.quantized_array import QuantizedArray, factors_out
 from ..devices.device import Device
@@ -156,11 +156,11 @@ def _rounded_if_widened(
         return a, b
     sides = m, n, k = [_size(x, axes) for x, axes in ((a, dims.lhs_free), (b, dims.rhs_free), (a, dims.lhs_contract))]
     if _widens(device, a, b):
-        data = [still_rounded(x.data) for x in (a, b)]
+        data = [keep_cast(x.data) for x in (a, b)]
     else:
-        data = [still_rounded_in_parts(x.data, smallest=min(sides)) for x in (a, b)]
+        data = [keep_cast_in_parts(x.data, smallest=min(sides)) for x in (a, b)]
     if device.platform == "cuda" and (m + n) * k < _SMALLEST_GEMM:
-        data = [lax.convert_element_type(still_rounded(x), jnp.float32) for x in data]
+        data = [lax.convert_element_type(keep_cast(x), jnp.float32) for x in data]
     return dataclasses.replace(a, data=data[0]), dataclasses.replace(b, data=data[1])
 
 

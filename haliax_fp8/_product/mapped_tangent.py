@@ -16,7 +16,7 @@ from .._jax.primitives import to_front
 from .._numerics.quantized_array import QuantizedArray
 from .quantized_kernel import KernelCopy, with_leading_axis
 from .spec import ProductSpec
-from .three_products import Residuals, array_of_kept
+from .three_products import Residuals, residual_array
 
 
 class TangentArguments(NamedTuple):
@@ -98,7 +98,7 @@ def _folded(
         return to_front(saved, axis, size, position)
 
     saved = [with_axis(index) if _is_mapped(axes, index) else args.residuals[index] for index in (0, 1)]
-    arrays: list[Any] = [array_of_kept(x) for x in saved]
+    arrays: list[Any] = [residual_array(x) for x in saved]
     of_operands = [position if _is_mapped(axes, index) else None for index in (0, 1)]
     moved, contraction, out_axis = spec.contraction.fold(
         (*arrays, *args.extras), (*of_operands, *axes.extras), size, spec.ensemble

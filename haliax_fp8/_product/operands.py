@@ -111,21 +111,21 @@ def quantize_operand(
         copies: The copies of a kernel that was quantized before.
     """
     if operand == "kernel" and copies is not None and (copy := copies.of(product)) is not None:
-        return from_saved(copy, operand, product, scales, spec)
-    quantization = spec.recipe.quantization[operand, product]
+        return from_residual(copy, operand, product, scales, spec)
+    quantization = spec.recipe.uses[operand, product]
     scaling = quantization.scaling
     use = OperandUse(
         format=quantization.format,
         contracted=spec.batched.contracted(product)[OPERANDS[product].index(operand)],
         ensemble=spec.ensemble,
-        stored=None if scaling.memory is None else _stored(x, operand, scales, extras, spec),
+        stored_scale=None if scaling.memory is None else _stored(x, operand, scales, extras, spec),
         rounding=quantization.rounding,
         key=_key_of(x, key, operand, product, spec) if quantization.rounding.needs_key else None,
-        mixable=product not in spec.contraction.groups,
+        contiguous_sum=product not in spec.contraction.groups,
         scale_bits=spec.scale_bits[operand],
         # For the amax, which a stored scale does not need.
         devices=() if scaling.stores_scale else axes_of_parts(x),
-        used=None if scaling.stores_scale else _used(x, operand, extras, spec),
+        valid_rows=None if scaling.stores_scale else _used(x, operand, extras, spec),
     )
     quantized = scaling.quantize(x, use)
     # Where groups have states, the product applies their scales.
@@ -172,21 +172,21 @@ def _key_of(x: Array, key: Array | None, operand: OperandName, product: ProductN
     return key
 
 
-def saved_of(
+def residual_of(
     quantized: QuantizedArray, operand: OperandName, product: ProductName, spec: ProductSpec
 ) -> Array | QuantizedArray:
     """What is kept of an operand that was quantized for a product: not its scale, if the state has it."""
-    return quantized.data if spec.recipe.quantization[operand, product].scaling.stores_scale else quantized
+    return quantized.data if spec.recipe.uses[operand, product].scaling.stores_scale else quantized
 
 
-def from_saved(
+def from_residual(
     saved: Array | QuantizedArray | KernelCopy[Array],
     operand: OperandName,
     product: ProductName,
     scales: Scales | None,
     spec: ProductSpec,
 ) -> QuantizedArray:
-    """The inverse of `saved_of`; or a copy of a kernel, as if it had been saved."""
+    """The inverse of `residual_of`; or a copy of a kernel, as if it had been saved."""
     if isinstance(saved, KernelCopy):
         saved = values_of(saved)
     if isinstance(saved, QuantizedArray):

@@ -39,7 +39,7 @@ def quantize_kernel(
         gathered: How the copies are divided over the mesh, by the kernel's axes; None leaves that to XLA.
         scale_dtype: The dtype of the state that the scales come from, see `dtype_of_scales`.
     """
-    uses = [spec.recipe.quantization["kernel", product] for product in USES["kernel"]]
+    uses = [spec.recipe.uses["kernel", product] for product in USES["kernel"]]
     if any(use.rounding.needs_key for use in uses) or not any(use.scaling.quantizes for use in uses):
         return None
     record = None if record is None else lax.stop_gradient(in_product(record))
@@ -67,13 +67,13 @@ def _copies(
     if record is not None and numbers_of(spec.recipe.scalings):
         parts = measured_parts(kernel, found["fprop"], "kernel", (), spec, record)
         measured = Bits.of(jnp.max(parts, axis=-1, keepdims=True))
-    directional = any(spec.recipe.quantization["kernel", use].scaling.directional for use in USES["kernel"])
-    contracted = tuple(spec.contraction.contracted(product)[1] for product in USES["kernel"]) if directional else None
+    per_axis = any(spec.recipe.uses["kernel", use].scaling.per_axis for use in USES["kernel"])
+    contracted = tuple(spec.contraction.contracted(product)[1] for product in USES["kernel"]) if per_axis else None
     return KernelCopies(copies[0], copies[1], measured, kernel.dtype, spec.exact_scales, contracted, None)
 
 
 def _copy(quantized: QuantizedArray, product: ProductName, spec: ProductSpec) -> KernelCopy[Array] | None:
-    scaling, leading = spec.recipe.quantization["kernel", product].scaling, spec.ensemble
+    scaling, leading = spec.recipe.uses["kernel", product].scaling, spec.ensemble
     if not scaling.quantizes:
         return None
     contracted = spec.contraction.contracted(product)[1]

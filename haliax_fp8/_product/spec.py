@@ -105,23 +105,23 @@ class ProductSpec:
         return dict.fromkeys(SCALE_BITS, 24) if self.exact_scales else SCALE_BITS
 
     @functools.cached_property
-    def kept_themselves(self) -> frozenset[OperandName]:
+    def residuals_in_high_precision(self) -> frozenset[OperandName]:
         """What the backward pass keeps unquantized: a kernel to quantize again, and what is in high precision."""
-        seconds = {x: self.recipe.quantization[x, second] for x, (_, second) in USES.items()}
+        seconds = {x: self.recipe.uses[x, second] for x, (_, second) in USES.items()}
         again = lambda x: x == "kernel" and self.kernel_residual is KernelResidual.REQUANTIZE
         return frozenset([x for x in USES if again(x) or not seconds[x].scaling.quantizes])
 
     @property
     def rounds_kernel_at_random(self) -> bool:
         """Whether random numbers decide how the kernel is rounded, for either of its products."""
-        return any(self.recipe.quantization["kernel", product].rounding.needs_key for product in USES["kernel"])
+        return any(self.recipe.uses["kernel", product].rounding.needs_key for product in USES["kernel"])
 
     @property
     def keeps_kernel_copy(self) -> bool:
         """Whether fprop and dgrad read the same FP8 kernel."""
-        return "kernel" in self.recipe.quantized_once and "kernel" not in self.kept_themselves
+        return "kernel" in self.recipe.quantized_once and "kernel" not in self.residuals_in_high_precision
 
     def takes_stored_scale(self, operand: OperandName, product: ProductName) -> bool:
         """Whether an operand is quantized with the scale that the state holds."""
-        scaling = self.recipe.quantization[operand, product].scaling
+        scaling = self.recipe.uses[operand, product].scaling
         return scaling.quantizes and scaling.stores_scale

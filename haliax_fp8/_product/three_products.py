@@ -18,24 +18,33 @@ from .._jax.opaque import opaque
 from .._jax.xla import (
     gathered_once,
     not_kept_from_forward,
-    own_operand,
-    own_precision,
+    operand_per_sharer,
+    precision_per_sharer,
     transposed_from_fp8,
     transposed_separately,
     transposed_separately_on_one,
 )
 from .._numerics.quantized_array import QuantizedArray
-from .._state.record import Kept, in_product, measured_in_product, packed, unpacked
+from .._state.record import StateResiduals, in_product, measured_in_product, pack, unpack
 from .._state.table import numbers_of, record_length
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
 from .names import DGRAD, FP4, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
-from .operands import Scales, from_saved, measured_parts, quantize_operand, round_to, saved_of, scaled_values, scales_of
+from .operands import (
+    Scales,
+    from_residual,
+    measured_parts,
+    quantize_operand,
+    residual_of,
+    round_to,
+    scaled_values,
+    scales_of,
+)
 from .quantized_kernel import KernelCopies, KernelCopy, array_of
 from .spec import ProductSpec
 
 
 # What `_fprop` returns of an operand to keep; None for the operand itself.
-type Saved = Array | QuantizedArray | None
+type Residual = Array | QuantizedArray | None
 
 
 class Residuals(NamedTuple):
@@ -46,7 +55,7 @@ class Residuals(NamedTuple):
             wgrad is in high precision.
         kernel: The kernel as quantized for dgrad, its data alone where the state has its scale; the kernel itself where
             it is quantized again or dgrad is in high precision; the copy that was made before, if there is one.
-        record: The scales, and below them what was measured of input and kernel, see `packed`; None for a stateless
+        record: The scales, and below them what was measured of input and kernel, see `pack`; None for a stateless
             recipe.
         key: What random rounding draws from.
     """
@@ -56,11 +65,11 @@ class Residuals(NamedTuple):
     record: Array | None
     key: Array | None
 
-    def stored(self, spec: ProductSpec) -> tuple[Array | None, Kept | None]:
+    def stored(self, spec: ProductSpec) -> tuple[Array | None, StateResiduals | None]:
         """The scales, and with what was measured; None if there are none, or nothing is."""
         if self.record is None or not numbers_of(spec.recipe.scalings):
             return self.record, None
-        kept = unpacked(self.record, record_length(spec.recipe.scalings))
+        kept = unpack(self.record, record_length(spec.recipe.scalings))
         # Without this, XLA quantizes experts' kernels for both passes at once, and keeps both.
         scales = not_kept_from_forward(kept.scales) if spec.contraction.extras else kept.scales
         return scales, kept
@@ -71,15 +80,15 @@ class Residuals(NamedTuple):
         """Input or kernel as quantized for the backward pass."""
         saved = self.input if operand == "input" else self.kernel
         product = spec.recipe.quantized_for[operand, USES[operand][1]]
-        if isinstance(saved, QuantizedArray | KernelCopy) or operand not in spec.kept_themselves:
-            return from_saved(saved, operand, product, scales, spec)
+        if isinstance(saved, QuantizedArray | KernelCopy) or operand not in spec.residuals_in_high_precision:
+            return from_residual(saved, operand, product, scales, spec)
         if operand == "kernel":
             saved = not_kept_from_forward(saved)
         x = round_to(saved, spec.compute_dtype)
         return quantize_operand(x, operand, product, scales, self.key, extras, spec)
 
 
-def array_of_kept(saved: Any) -> Any:
+def residual_array(saved: Any) -> Any:
     """The array of an operand that was kept, with the operand's axes in front; the others may be in another order."""
     if isinstance(saved, KernelCopy):
         return saved.data.words
@@ -117,7 +126,7 @@ def forward(
     return checkpoint_name(out, FP8_OUTPUT), Residuals(kept_input, kept_kernel, kept_record, key)
 
 
-def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
+def _kept(x: Any, copy: Residual, *, is_kernel: bool, rematerialized: bool) -> Any:
     """What the backward pass keeps of an operand, under the name that checkpoint policies use."""
     if copy is None:
         # Return the argument itself: routed through `_fprop`, JAX would store it as a result.
@@ -155,7 +164,7 @@ def _fprop(
     *,
     spec: ProductSpec,
     differentiated: bool,
-) -> tuple[Array, tuple[Saved, Saved], Array | None]:
+) -> tuple[Array, tuple[Residual, Residual], Array | None]:
     """The output; what the backward pass needs of input and kernel, None for the operand itself; and the record
     with what was measured."""
     record = None if record is None else in_product(record)
@@ -172,12 +181,12 @@ def _fprop(
         if differentiated and copies is None and spec.keeps_kernel_copy:
             copy = quantized["kernel"]
             quantized["kernel"] = dataclasses.replace(copy, data=gathered_once(copy.data))
-        if differentiated and "input" not in spec.kept_themselves and "input" in spec.recipe.quantized_once:
+        if differentiated and "input" not in spec.residuals_in_high_precision and "input" in spec.recipe.quantized_once:
             copy = quantized["input"]
             quantized["input"] = dataclasses.replace(copy, data=transposed_from_fp8(copy.data))
         dtype, scale = spec.compute_dtype or spec.out_dtype, scales.of_both("fprop", spec) if scales else None
         own = quantized["kernel"].scale if scale is None else scale
-        both = _own_input(quantized["input"], own, spec), quantized["kernel"]
+        both = _input_per_sharer(quantized["input"], own, spec), quantized["kernel"]
         out = round_to(spec.batched.product("fprop", both, extras, spec.precision, dtype, scale), spec.out_dtype)
     if not differentiated:
         return out, (None, None), None
@@ -188,27 +197,27 @@ def _fprop(
             else array_of(copies.measured)
             for operand, x in operands.items()
         ]
-        record = packed(record, parts)
-    saved: list[Saved] = []
+        record = pack(record, parts)
+    saved: list[Residual] = []
     for operand, x in operands.items():
         product = spec.recipe.quantized_for[operand, USES[operand][1]]
-        if operand in spec.kept_themselves or (operand == "kernel" and copies is not None):
+        if operand in spec.residuals_in_high_precision or (operand == "kernel" and copies is not None):
             saved.append(None)
             continue
         if product != "fprop":
             # 1-D blocks run along what is contracted, so the other product needs the operand quantized anew; now,
             # while it is there in high precision.
             quantized[operand] = quantize_operand(x, operand, product, scales, key, extras, spec)
-        saved.append(saved_of(quantized[operand], operand, product, spec))
+        saved.append(residual_of(quantized[operand], operand, product, spec))
     return out, (saved[0], saved[1]), record
 
 
-def _own_input(input: QuantizedArray, scale: Array, spec: ProductSpec) -> QuantizedArray:
+def _input_per_sharer(input: QuantizedArray, scale: Array, spec: ProductSpec) -> QuantizedArray:
     """The input of fprop, kept apart from other layers' products of it by the scale that only this product takes."""
     if spec.index_among_sharers is None or automatic_axes():
         # With a barrier for each product, devices would send each other the operand for each.
         return input
-    return dataclasses.replace(input, data=own_operand(input.data, scale))
+    return dataclasses.replace(input, data=operand_per_sharer(input.data, scale))
 
 
 @opaque
@@ -254,7 +263,7 @@ def backward(
             separately = transposed_separately if None in dtypes else transposed_separately_on_one
             quantized_grad = dataclasses.replace(quantized_grad, data=separately(quantized_grad.data))
         both = (quantized_grad, operand) if product == "dgrad" else (operand, quantized_grad)
-        precision = own_precision(spec.index_among_sharers) if product == "wgrad" else lax.Precision.HIGHEST
+        precision = precision_per_sharer(spec.index_among_sharers) if product == "wgrad" else lax.Precision.HIGHEST
         scale = scales.of_both(product, spec) if scales else None
         out = spec.batched.product(product, both, extras, precision, spec.compute_dtype or dtype, scale)
         return round_to(out, dtype)

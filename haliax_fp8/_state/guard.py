@@ -95,7 +95,7 @@ def is_scaled_down(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shap
     return lax.lt(lax.mul(guard, guard), least)
 
 
-def is_changed(scale: np.ndarray, guard: np.ndarray) -> bool:
+def is_modified(scale: np.ndarray, guard: np.ndarray) -> bool:
     """Whether any scale has a guard that is not its own, by the same rule on the host.
 
     The guard of a scale that is not calibrated yet may be infinite too: float16 does not hold it, if a model was cast.

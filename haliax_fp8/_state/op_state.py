@@ -118,8 +118,8 @@ class OpState(OverwriteWithGradient):
             return to_float32(self.record)[..., : len(self.limits)]
         table = to_float32(self.array)
         scale, guard = table[..., 0], table[..., -1]
-        usable = jnp.where(scale <= 0.0, jnp.float32(1.0), scale)
-        return jnp.where(fit(scale, guard), usable, jnp.float32(jnp.nan))
+        positive_or_one = jnp.where(scale <= 0.0, jnp.float32(1.0), scale)
+        return jnp.where(fit(scale, guard), positive_or_one, jnp.float32(jnp.nan))
 
     @property
     def is_record(self) -> bool:

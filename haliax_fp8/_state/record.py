@@ -88,7 +88,7 @@ def operand_scales(record: Array, *, exact: bool) -> tuple[Array, Array, Array]:
     return x, w, g
 
 
-def packed(record: Array, measured: Sequence[Parts]) -> Parts:
+def pack(record: Array, measured: Sequence[Parts]) -> Parts:
     """A record, and below it what was measured: one array, because a scan stacks each array that it keeps.
 
     Args:
@@ -98,7 +98,7 @@ def packed(record: Array, measured: Sequence[Parts]) -> Parts:
     return _joined([lax.expand_dims(to_float32(record), (record.ndim,)), *measured])
 
 
-class Kept(NamedTuple):
+class StateResiduals(NamedTuple):
     """A record and what was measured, as the backward pass finds them.
 
     Args:
@@ -112,20 +112,20 @@ class Kept(NamedTuple):
     measured: Parts
 
 
-def unpacked(kept: Parts, length: int) -> Kept:
-    """The inverse of `packed`.
+def unpack(kept: Parts, length: int) -> StateResiduals:
+    """The inverse of `pack`.
 
     Args:
-        kept: What `packed` returned.
+        kept: What `pack` returned.
         length: The length of the record.
     """
     axis = kept.ndim - 2
     record, measured = lax.split(kept, (length, kept.shape[axis] - length), axis)
     spare = lax.slice_in_dim(record, length - 1, length, axis=axis)
-    return Kept(to_float32(lax.index_in_dim(record, 0, axis + 1, keepdims=False)), spare, measured)
+    return StateResiduals(to_float32(lax.index_in_dim(record, 0, axis + 1, keepdims=False)), spare, measured)
 
 
-def measured_in_product(kept: Kept, of_grad: Parts) -> Float32[Array, "*ensemble length"]:
+def measured_in_product(kept: StateResiduals, of_grad: Parts) -> Float32[Array, "*ensemble length"]:
     """What a product measured, as long as its record.
 
     Args:

@@ -16,7 +16,7 @@ from .._jax.xla import side_by_side
 from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling.base import AbstractScaling
 from ..recipes.scaling.memory import AbstractMemory
-from ..recipes.scaling.multiplier import round_up_words, usable, words_of
+from ..recipes.scaling.multiplier import positive_or_one, round_up_words, words_of
 from .guard import fit, guard_of, guard_on_host, is_on_grid, is_scaled_down
 
 
@@ -62,7 +62,7 @@ def scales_in(table: Array, limits: Sequence[float]) -> Float32[Array, "*ensembl
         lax.reshape(lax.slice_in_dim(table, i, i + 1, axis=axis), of_ops) for i in (0, table.shape[axis] - 1)
     ]
     own = fit(scale, guard)
-    scale = usable(scale)  # Others than those of rows that a step did not reach are NaN below.
+    scale = positive_or_one(scale)  # Others than those of rows that a step did not reach are NaN below.
     repeated = lambda x: lax.broadcast_in_dim(x, both, range(len(both)))
     scales = _multipliable(scale, limits[-1]) if operands == 3 else repeated(scale)
     scales = lax.select(repeated(own), scales, lax.full_like(scales, np.nan))
@@ -117,7 +117,7 @@ def next_table(
         scalings: The scaling of each operand.
         limits: The largest value of each operand's format.
     """
-    own = lax.broadcast_in_dim(_is_own(table), table.shape, range(table.ndim))
+    own = lax.broadcast_in_dim(_is_unmodified(table), table.shape, range(table.ndim))
     return lax.select(own, _updated(table, measured, scalings, limits), table)
 
 
@@ -230,17 +230,17 @@ def _is_averaged(gradient: Array, before: Array, scalings: tuple[AbstractScaling
     return lax.bitwise_and(is_one, lax.bitwise_not(is_guard))
 
 
-def of_own_rows(table: Array, measured: Measured) -> Measured:
+def without_modified_rows(table: Array, measured: Measured) -> Measured:
     """What was measured; a row that something else changed stays, so that its next use reveals the change.
 
     Args:
         table: This step's, `[*ensemble, ops * operands, columns]`.
         measured: What the step measured.
     """
-    return measured._replace(reached=lax.bitwise_and(measured.reached, _is_own(table)))
+    return measured._replace(reached=lax.bitwise_and(measured.reached, _is_unmodified(table)))
 
 
-def change_of(
+def table_delta(
     table: Array, measured: Measured, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
 ) -> Array:
     """What a step changes in tables and has to be computed from several columns; the rest moves element by element.
@@ -263,14 +263,14 @@ def change_of(
     return lax.concatenate([changes, heads], table.ndim - 1)
 
 
-def changed(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], otherwise: float | None) -> Array:
-    """The table of the next step, from what `change_of` returned.
+def apply_delta(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], fill_value: float | None) -> Array:
+    """The table of the next step, from what `table_delta` returned.
 
     Args:
         table: This step's.
         change: Its rows of the change.
         scalings: The scaling of each operand of an op.
-        otherwise: What stands in rows that do not change; None for what stands there now.
+        fill_value: What stands in rows that do not change; None for what stands there now.
     """
     axis = table.ndim - 1
     changes = lax.slice_in_dim(change, 0, 1, axis=axis)
@@ -278,11 +278,11 @@ def changed(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], 
     head, memory = lax.slice_in_dim(change, 1, None, axis=axis), _of_all(scalings)
     tail = [] if memory is None else memory.tail(unguarded(table))
     new = side_by_side([head, *tail, guard_of(lax.slice_in_dim(head, 0, 1, axis=axis))])
-    kept = table if otherwise is None else lax.full_like(table, otherwise)
+    kept = table if fill_value is None else lax.full_like(table, fill_value)
     return lax.select(lax.broadcast_in_dim(changes, table.shape, range(table.ndim)), new, kept)
 
 
-def _is_own(table: Array) -> Array:
+def _is_unmodified(table: Array) -> Array:
     """Whether each row was changed only by its own updates."""
     axis = table.ndim - 1
     return fit(*[lax.slice_in_dim(table, i, i + 1, axis=axis) for i in (0, table.shape[axis] - 1)])

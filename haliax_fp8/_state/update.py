@@ -16,7 +16,15 @@ from .._jax.opaque import opaque_constant
 from .._jax.xla import computed_together, not_constant, not_merged_across_layers
 from ..recipes.scaling import AbstractScaling
 from .record import records_of
-from .table import Measured, change_of, changed, measured_in_gradient, measured_in_record, numbers_of, of_own_rows
+from .table import (
+    Measured,
+    apply_delta,
+    measured_in_gradient,
+    measured_in_record,
+    numbers_of,
+    table_delta,
+    without_modified_rows,
+)
 
 
 def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -27,7 +35,7 @@ def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[An
         gradients: Their gradients, in the same order.
     """
     measured_in = lambda before, tables, scalings: measured_in_gradient(tables, scalings, before)
-    return _together(measured_in, states, [gradient.array for gradient in gradients], otherwise=None)
+    return _update_all(measured_in, states, [gradient.array for gradient in gradients], fill_value=None)
 
 
 def complete_states(states: Sequence[Any], records: Sequence[Any]) -> list[Any]:
@@ -48,7 +56,7 @@ def complete_states(states: Sequence[Any], records: Sequence[Any]) -> list[Any]:
     for axes, indices in of_devices.items():
         for i, array in zip(indices, _largest([arrays[i] for i in indices], axes=axes), strict=True):
             arrays[i] = array
-    return _together(measured_in, states, arrays, otherwise=-np.inf)
+    return _update_all(measured_in, states, arrays, fill_value=-np.inf)
 
 
 # Opaque, because JAX cannot differentiate a maximum over devices.
@@ -56,11 +64,11 @@ def complete_states(states: Sequence[Any], records: Sequence[Any]) -> list[Any]:
 def _largest(arrays: list[Array], *, axes: tuple[str, ...]) -> list[Array]:
     """The largest numbers on any device along some mesh axes, in one collective."""
     flat = [marked_as_varying(lax.reshape(to_float32(x), (x.size,)), axes) for x in arrays]
-    parts = lax.split(largest_over_devices(concatenated(flat, 0), axes), [x.size for x in arrays])
+    parts = lax.split(largest_over_devices(concatenate(flat, 0), axes), [x.size for x in arrays])
     return [lax.reshape(part, x.shape) for part, x in zip(parts, arrays, strict=True)]
 
 
-def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+def replace_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
     """The same for gradients that are exact maxima, whose tables are already those of the next step.
 
     Args:
@@ -82,12 +90,12 @@ def _written(table: Array, gradient: Array, *, scalings: tuple[AbstractScaling, 
     return lax.select(lax.broadcast_in_dim(reached, table.shape, range(table.ndim)), gradient, table)
 
 
-def _together(
+def _update_all(
     measured_in: Callable[[Array, Array, tuple[AbstractScaling, ...]], Measured],
     states: Sequence[Any],
     gradients: Sequence[Array],
     *,
-    otherwise: float | None,
+    fill_value: float | None,
 ) -> list[Any]:
     """The states of the next step; those of a kind at once, in a launch or two for all layers.
 
@@ -95,52 +103,52 @@ def _together(
         measured_in: What was measured, from this step's tables and the gradients.
         states: This step's.
         gradients: The arrays of their gradients, or of those of their records.
-        otherwise: What stands in rows that do not change; None for what stands there now.
+        fill_value: What stands in rows that do not change; None for what stands there now.
     """
     new = list(states)
     tables = [state.array for state in states]
-    for members in kinds(states, tables, gradients).values():
+    for members in group_by_shape(states, tables, gradients).values():
         scalings, limits = states[members[0]].scalings, states[members[0]].limits
         if numbers_of(scalings) == 0:
             continue
         axis = tables[members[0]].ndim - 2
-        of_others = to_float32(concatenated([gradients[i] for i in members], axis))
-        before = concatenated([tables[i] for i in members], axis)
-        measured = of_own_rows(before, measured_in(before, of_others, scalings))
-        changes = computed_together(change_of(before, measured, scalings, limits))
+        of_others = to_float32(concatenate([gradients[i] for i in members], axis))
+        before = concatenate([tables[i] for i in members], axis)
+        measured = without_modified_rows(before, measured_in(before, of_others, scalings))
+        changes = computed_together(table_delta(before, measured, scalings, limits))
         rows = changes.shape[-2] // len(members)
         starts = not_constant([np.int32(rows * i) for i in range(len(members))])
         for i, start in zip(members, starts, strict=True):
-            table = _changed(tables[i], changes, start, scalings=scalings, otherwise=otherwise)
+            table = _changed(tables[i], changes, start, scalings=scalings, fill_value=fill_value)
             new[i] = states[i].with_array(table)
     return new
 
 
 @opaque_constant
 def _changed(
-    table: Array, changes: Array, start: Any, *, scalings: tuple[AbstractScaling, ...], otherwise: float | None
+    table: Array, changes: Array, start: Any, *, scalings: tuple[AbstractScaling, ...], fill_value: float | None
 ) -> Array:
     """The table with its part of the changes. Opaque, so that layers share one trace."""
     axis = table.ndim - 2
     change = lax.dynamic_slice_in_dim(changes, start, table.shape[axis], axis, allow_negative_indices=False)
-    return changed(table, change, scalings, otherwise)
+    return apply_delta(table, change, scalings, fill_value)
 
 
-def kinds(states: Sequence[Any], *arrays: Sequence[Array]) -> dict[Any, list[int]]:
+def group_by_shape(states: Sequence[Any], *arrays: Sequence[Array]) -> dict[Any, list[int]]:
     """The indices of states whose arrays can each become one: same scalings, same stack, same devices.
 
     Args:
         states: The states.
         *arrays: One array or several of each state.
     """
-    kinds: dict[Any, list[int]] = {}
+    group_by_shape: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
         signatures = [_signature(of_states[i]) for of_states in arrays]
-        kinds.setdefault((state.scalings, state.limits, *signatures), []).append(i)
-    return kinds
+        group_by_shape.setdefault((state.scalings, state.limits, *signatures), []).append(i)
+    return group_by_shape
 
 
-def concatenated(arrays: list[Array], axis: int) -> Array:
+def concatenate(arrays: list[Array], axis: int) -> Array:
     """One array for all ops of a kind."""
     return arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, axis)
 
@@ -165,14 +173,14 @@ def record_states(states: Sequence[Any]) -> list[Any]:
     records: dict[int, Array] = {}
     joined: list[int] = []
     tables = [state.array for state in states]
-    for members in kinds(states, tables).values():
+    for members in group_by_shape(states, tables).values():
         first = states[members[0]]
-        records_of_kind = functools.partial(records_of, scalings=first.scalings, limits=first.limits)
+        records_of_group = functools.partial(records_of, scalings=first.scalings, limits=first.limits)
         if tables[members[0]].ndim > 2 or len(members) == 1:
             # There are few stacked layers, and XLA compiles their identical slices only once.
-            records |= {i: records_of_kind(tables[i]) for i in members}
+            records |= {i: records_of_group(tables[i]) for i in members}
             continue
-        of_all = computed_together(records_of_kind(concatenated([tables[i] for i in members], 0)))
+        of_all = computed_together(records_of_group(concatenate([tables[i] for i in members], 0)))
         records |= dict(zip(members, lax.split(of_all, [1] * len(members)), strict=True))
         joined += members
     sharers: dict[Any, list[int]] = {}

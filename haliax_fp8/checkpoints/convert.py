@@ -61,7 +61,7 @@ class Conversion(Printable):
         after: The layout of the new one.
         weights: What became of each weight that is in FP8 before or after.
         copied: The number of tensors that are as they were.
-        left_out: Scales that the new layout does not hold.
+        skipped: Scales that the new layout does not hold.
     """
 
     directory: pathlib.Path
@@ -69,7 +69,7 @@ class Conversion(Printable):
     after: str
     weights: tuple[Converted, ...]
     copied: int
-    left_out: tuple[str, ...]
+    skipped: tuple[str, ...]
 
     @property
     def is_exact(self) -> bool:
@@ -83,8 +83,8 @@ class Conversion(Printable):
 
     def __rich__(self) -> RenderableType:
         """A row for what is exact and one for what is not, with the worst weight."""
-        more = f" and {len(self.left_out) - 3} more" if len(self.left_out) > 3 else ""
-        caption = f"Not written: {', '.join(self.left_out[:3])}{more}" if self.left_out else ""
+        more = f" and {len(self.skipped) - 3} more" if len(self.skipped) > 3 else ""
+        caption = f"Not written: {', '.join(self.skipped[:3])}{more}" if self.skipped else ""
         table = new_table(f"{self.directory.resolve().name}: {self.before} -> {self.after}, checked", caption)
         for column in ("weights", "number", "largest error", "of"):
             table.add_column(column, overflow="fold")
@@ -138,10 +138,10 @@ def convert_folder(
     folder = TensorFolder.open(directory, follow_links=follow_links)
     before = read_layout(folder)
     tensors = tensors_in(folder)
-    groups, found, copied, left_out, high = [], [], 0, [], []
+    groups, found, copied, skipped, high = [], [], 0, [], []
     for name, tensor in tensors.items():
         if name.rpartition(".")[2] in CACHE_SCALES and (chosen is None or (before and before.cached)):
-            left_out.append(name)  # The new configuration does not mention caches.
+            skipped.append(name)  # The new configuration does not mention caches.
         elif _converts(tensor, chosen, before, folder):
             if chosen is not None:
                 _require_convertible(tensor, chosen, before, folder)
@@ -159,7 +159,7 @@ def convert_folder(
         if (after := check_folder(new)).errors:
             raise ValueError(f"the new folder would be broken, and was not written: {after.errors[0]}; report this")
     name = PLAIN if chosen is None else chosen.name
-    return Conversion(pathlib.Path(destination), report.layout, name, tuple(found), copied, tuple(left_out))
+    return Conversion(pathlib.Path(destination), report.layout, name, tuple(found), copied, tuple(skipped))
 
 
 def _rounding(scales: ScaleRounding | str) -> ScaleRounding:

@@ -18,7 +18,7 @@ from .._numerics.checks import require_bool
 from .._numerics.formats import E4M3 as FORMAT
 from .._op import Fp8DotGeneral
 from .._printing import Printable, new_table
-from ..layers.checks import require_layers, require_own_state, unrecorded_operands
+from ..layers.checks import check_not_modified, require_layers, unrecorded_operands
 from ..layers.config import Fp8Config, as_config
 from ..layers.tensor_names import is_embedding, is_head
 from ..layers.walk import Targets, as_patterns
@@ -150,7 +150,7 @@ def export_model(
         json.dumps(config, allow_nan=False, default=str)
     except ValueError as error:
         raise ValueError(f"config={config!r} cannot be written as JSON: {error}") from error
-    require_own_state(model)
+    check_not_modified(model)
     chosen = as_layout(layout)
     how = _How(names, dtype, bf16_scales, training_scales, targets, exclude, rules_of)
     tensors, tied = _to_write(model, chosen, how)
@@ -334,7 +334,7 @@ def _scaling(op: Fp8DotGeneral | None, operand: OperandName) -> AbstractScaling 
     """An operand's scaling in training; None if there is none that an export in E4M3 can have."""
     if op is None:
         return None
-    quantization = op.recipe.quantization[operand, "fprop"]
+    quantization = op.recipe.uses[operand, "fprop"]
     return quantization.scaling if quantization.format == FORMAT and quantization.scaling.quantizes else None
 
 

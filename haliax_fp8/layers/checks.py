@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._state.guard import is_changed as scale_is_changed
+from .._state.guard import is_modified as scale_is_modified
 from .._state.op_state import KEEP_STATE_WITH_TRAINED, OpState
 from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES
@@ -107,7 +107,7 @@ def _item(index: int) -> str:
     return f"its {('first', 'second', 'third')[index]} item" if index < 3 else f"its item {index}"
 
 
-def require_own_state(model: Any, *, wait: bool = True) -> None:
+def check_not_modified(model: Any, *, wait: bool = True) -> None:
     """Raises a ValueError that names the layers, if anything but its own update changed the state of one.
 
     An optimizer that gets the whole tree, weight decay, an average of models: each of them changes scales, which are
@@ -118,11 +118,11 @@ def require_own_state(model: Any, *, wait: bool = True) -> None:
         wait: Whether to wait for state that is being computed; without it, such state is not checked.
     """
     # Paths are slow to make, and needed for the message alone.
-    if not any(is_changed(op.state, wait=wait) for op in all_ops(model)):
+    if not any(is_modified(op.state, wait=wait) for op in all_ops(model)):
         return
-    found = [name or "the model itself" for name, op in named_ops(model) if is_changed(op.state, wait=wait)]
+    found = [name or "the model itself" for name, op in named_ops(model) if is_modified(op.state, wait=wait)]
     if found:
-        raise ValueError(changed_message(found))
+        raise ValueError(modified_message(found))
 
 
 def require_whole_state(model: Any, *, calibrating: bool = False) -> None:
@@ -151,7 +151,7 @@ def _first(layers: list[str]) -> str:
     return ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
 
 
-def changed_message(layers: list[str]) -> str:
+def modified_message(layers: list[str]) -> str:
     """What happened to the state of layers, and how to train and average instead."""
     return (
         f"the FP8 state of {_first(layers)} was changed by something other than its own update: an "
@@ -167,15 +167,15 @@ def changed_message(layers: list[str]) -> str:
     )
 
 
-def is_changed(state: Any, *, wait: bool = True) -> bool:
+def is_modified(state: Any, *, wait: bool = True) -> bool:
     """Whether a state holds a scale that does not match its guard; False if it has no values to read.
 
     Args:
         state: An op's state.
-        wait: As in `require_own_state`.
+        wait: As in `check_not_modified`.
     """
     table = table_on_host(state, wait=wait)
-    return table is not None and scale_is_changed(table[..., 0], table[..., -1])
+    return table is not None and scale_is_modified(table[..., 0], table[..., -1])
 
 
 def are_usable(tables: Sequence[np.ndarray]) -> bool:
@@ -189,7 +189,7 @@ def are_usable(tables: Sequence[np.ndarray]) -> bool:
     columns = ([table[..., column].ravel() for table in tables] for column in (0, -1))
     # Models may be cast to several dtypes.
     scales, guards = (np.concatenate(column, dtype=np.float32, casting="unsafe") for column in columns)
-    return not np.isinf(scales).any() and not scale_is_changed(scales, guards)
+    return not np.isinf(scales).any() and not scale_is_modified(scales, guards)
 
 
 def table_on_host(state: Any, *, wait: bool = True) -> np.ndarray | None:

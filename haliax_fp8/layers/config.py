@@ -128,7 +128,7 @@ class Fp8Config:
         resolved = [
             recipe for recipe in (self.resolved_recipe, *self.resolved_overrides.values()) if recipe is not None
         ]
-        if self.amax_history_length is not None and all(recipe.delayed is None for recipe in resolved):
+        if self.amax_history_length is not None and not any(map(_keeps_history, resolved)):
             raise ValueError(
                 f"amax_history_length={self.amax_history_length} has no effect on recipe={self.recipe!r}, which keeps "
                 "no history; leave it out, or use recipe='delayed'"
@@ -232,3 +232,7 @@ def _known(options: Mapping[Any, Any]) -> Mapping[str, Any]:
     """The options, if all are fields of `Fp8Config`; raises with the nearest if not."""
     require_known(options, [field.name for field in dataclasses.fields(Fp8Config)], _SYNONYMS, "Fp8Config")
     return options
+
+
+def _keeps_history(recipe: Recipe) -> bool:
+    return any(isinstance(scaling, DelayedScaling) for scaling in recipe.scalings)

@@ -8,7 +8,7 @@ import haliax as hax
 import haliax.nn as hnn
 
 from .._op import Fp8DotGeneral
-from .._unconverted import LeftOut
+from .._skipped import Skipped
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
 from ..recipes.compiler_options import log_cost_of_flags
@@ -139,7 +139,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
             require_support(recipe, supported(recipe, device) if dense else kernel.support(recipe, device))
         log_cost_of_flags(XlaFlags.of_environment(), device, dict.fromkeys(recipe for _, recipe in chosen))
     converted: dict[Any, Any] = {}
-    left_out = LeftOut({path: decision.reason for path, decision in decisions.items() if decision.recipe is None})
+    skipped = Skipped({path: decision.reason for path, decision in decisions.items() if decision.recipe is None})
 
     def convert(path: str, layer: Any) -> Any:
         decision = decisions[path]
@@ -150,13 +150,13 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         per_expert = config.scale_per_expert and kernel.Experts is not None
         made_of = decision.recipe, config.compute_dtype, per_expert
         if op is not None and (op.recipe, op.compute_dtype, op.state_per_group) == made_of:
-            return _with_choices(rule, layer, op, config, left_out)
+            return _with_choices(rule, layer, op, config, skipped)
         # The same object at two paths stays one object, unless an override gives one of the paths another recipe.
         key = id(layer), decision.recipe
         if key not in converted:
             choices = {"scale_per_expert": config.scale_per_expert}
             op = kernel.init_op(decision.recipe, config.compute_dtype, decision.stack, **choices)
-            converted[key] = _with_choices(rule, layer, op, config, left_out)
+            converted[key] = _with_choices(rule, layer, op, config, skipped)
         return converted[key]
 
     return map_layers(convert, module, config.rules)
@@ -173,16 +173,16 @@ def _nothing_faster(config: Fp8Config, slower: Mapping[str, str]) -> ValueError:
     )
 
 
-def _with_choices(rule: LayerRule, layer: Any, op: Fp8DotGeneral, config: Fp8Config, left_out: LeftOut) -> Any:
+def _with_choices(rule: LayerRule, layer: Any, op: Fp8DotGeneral, config: Fp8Config, skipped: Skipped) -> Any:
     """The layer with an op that computes as the configuration says: what changes neither recipe nor state."""
     # Emulated, a grouped product is dense in any case.
     dense = config.allow_dense_groups or config.emulate
     choices = {"kernel_residual": config.kernel_residual, "allow_dense_groups": dense}
     is_same = all(getattr(op, name) == choice for name, choice in choices.items())
-    says_why = op.left_out is not None and op.left_out.reasons == left_out.reasons
+    says_why = op.skipped is not None and op.skipped.reasons == skipped.reasons
     if rule.op(layer) is op and is_same and says_why:
         return layer
-    return rule.with_op(layer, dataclasses.replace(op, **choices, left_out=left_out))
+    return rule.with_op(layer, dataclasses.replace(op, **choices, skipped=skipped))
 
 
 def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:

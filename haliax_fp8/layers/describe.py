@@ -15,13 +15,13 @@ from jax.tree_util import GetAttrKey, KeyEntry
 
 from .._jax.used import depends_on
 from .._op import Fp8DotGeneral
+from .._skipped import Skipped
 from .._state.op_state import OpState, OverwriteWithGradient
-from .._unconverted import LeftOut
 from ..devices.device import Device, is_device_name
 from ..recipes.catalog import as_recipe
 from ..recipes.recipe import OPERAND_NAMES, Recipe
 from ..recipes.scaling import DelayedScaling
-from .checks import require_layers, require_own_state, uncalibrated_operands, unrecorded_operands
+from .checks import check_not_modified, require_layers, uncalibrated_operands, unrecorded_operands
 from .config import Fp8Config, as_config
 from .convert import decide
 from .description import LayerDescription, ModelDescription
@@ -130,7 +130,7 @@ def with_calls_of_loss[M](
             return layer
         # Every op gets a state, and a loss that calls the op depends on it.
         made = rule.kernel(layer).init_op(recipe, op.compute_dtype, stack)
-        return rule.with_op(layer, dataclasses.replace(made, allow_dense_groups=True, left_out=op.left_out))
+        return rule.with_op(layer, dataclasses.replace(made, allow_dense_groups=True, skipped=op.skipped))
 
     tagged = map_layers_in_stacks(tag, model, rules)
     is_array = lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
@@ -180,8 +180,8 @@ def with_calls_of[M](model: M, other: Any) -> M:
         model: A model.
         other: A tree with the same ops, such as its gradients.
     """
-    known = [op.left_out and op.left_out.uncalled for op in all_ops(other)]
-    own = [op.left_out and op.left_out.uncalled for op in all_ops(model)]
+    known = [op.skipped and op.skipped.uncalled for op in all_ops(other)]
+    own = [op.skipped and op.skipped.uncalled for op in all_ops(model)]
     if len(known) != len(own) or all(reason in (None, mine) for reason, mine in zip(known, own, strict=True)):
         return model
     reasons = iter(known)
@@ -190,9 +190,9 @@ def with_calls_of[M](model: M, other: Any) -> M:
 
 def _marked(op: Any, uncalled: str | None) -> Any:
     # An op without it was not made by a conversion; with it, it would have another tree structure.
-    if op.left_out is None or uncalled is None:
+    if op.skipped is None or uncalled is None:
         return op
-    return dataclasses.replace(op, left_out=LeftOut(op.left_out.reasons, uncalled))
+    return dataclasses.replace(op, skipped=Skipped(op.skipped.reasons, uncalled))
 
 
 def describe(
@@ -237,7 +237,7 @@ def describe(
     """
     require_layers(model, "describe(model)")
     _require_no_device(config)
-    require_own_state(model)
+    check_not_modified(model)
     named = None if device is None else Device.of(device, of="describe")
     chosen = Device.default() if named is None else named
     given = as_config(config)
@@ -271,7 +271,7 @@ def describe(
                 uncalibrated=() if op is None else uncalibrated_operands(op.state),
                 **({} if op is None else _recorded(op, is_traced=loss_fn is not None)),
                 is_fp4=multiplied is not None and multiplied.kernel.format.bits <= 4,
-                scales="" if op is None else op.recipe.scales,
+                scales="" if op is None else op.recipe.scale_rounding,
                 is_linear=text is not None or not _is_of_another_kind(layer, rule),
             )
         )
@@ -314,13 +314,13 @@ def _require_loss(loss_fn: Any) -> None:
 def _kept_reasons(model: Any) -> dict[str, str]:
     """Why layers stay in high precision, by path, as far as the model's conversions said."""
     # All ops of a conversion keep one object.
-    found = {id(op.left_out): op.left_out.reasons for op in all_ops(model) if op.left_out is not None}
+    found = {id(op.skipped): op.skipped.reasons for op in all_ops(model) if op.skipped is not None}
     return {path: reason for reasons in found.values() for path, reason in reasons.items()}
 
 
 def _recorded(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
     """What is known of an op's amaxes, as far as they can be read, and of its calls."""
-    uncalled = None if op.left_out is None else op.left_out.uncalled
+    uncalled = None if op.skipped is None else op.skipped.uncalled
     if not isinstance(op.state, OpState):
         return {"uncalled": uncalled}
     named = zip(OPERAND_NAMES, op.state.scalings, strict=False)

@@ -95,7 +95,7 @@ class LayerWork:
         # Up to Hopper, FP8 operands have to lie along the axis that is summed: an operand needs one layout per product.
         transposes = self.device.is_cuda_from(0.0, below=10.0)
         if len(uses) == 2:
-            if uses[0] != uses[1] or first.scaling.directional:
+            if uses[0] != uses[1] or first.scaling.per_axis:
                 work += _cast(uses[1], elements)
                 if operand != "kernel" and not transposes:
                     work += _quantizing(uses[1], -2 * elements)  # one launch reads the operand for both casts
@@ -116,7 +116,7 @@ class LayerWork:
 
     def _fp8_uses(self, operand: OperandName) -> list[Quantization]:
         """How the operand is quantized in each of its products that is in FP8."""
-        return [self.recipe.quantization[operand, name] for name in USES[operand] if self._is_fp8(name)]
+        return [self.recipe.uses[operand, name] for name in USES[operand] if self._is_fp8(name)]
 
     def _is_fp8(self, product: ProductName) -> bool:
         return self.recipe.products[product][0].scaling.quantizes
@@ -130,7 +130,7 @@ class LayerWork:
             return False
         scalings = [quantization.scaling for quantization in self.recipe.products[product]]
         of_members = self.size.members > 1 and any(scaling.memory is not None for scaling in scalings)
-        return of_members or self.size.experts > 1 or any(scaling.directional for scaling in scalings)
+        return of_members or self.size.experts > 1 or any(scaling.per_axis for scaling in scalings)
 
     def _multiple(self, product: ProductName) -> int:
         """cuBLASLt takes matrices whose sides are multiples of 16 bytes."""

@@ -48,14 +48,14 @@ def is_floating(kernel: Kernel) -> bool:
     return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.floating)
 
 
-def multiplied(path: str, kernel: Kernel, stack: tuple[hax.Axis, ...], *, directional: bool) -> Multiplied:
+def multiplied(path: str, kernel: Kernel, stack: tuple[hax.Axis, ...], *, per_axis: bool) -> Multiplied:
     """A kernel as its layer hands it to its products.
 
     Args:
         path: The path of the layer, for errors.
         kernel: The layer's.
         stack: The axes of the stacks that the layer is in.
-        directional: Whether scales depend on what is contracted.
+        per_axis: Whether scales depend on what is contracted.
 
     Raises:
         ValueError: If they do, and the kernel does not tell what is.
@@ -69,7 +69,7 @@ def multiplied(path: str, kernel: Kernel, stack: tuple[hax.Axis, ...], *, direct
         names = tuple(_own_axes(kernel, in_stack))
     else:
         array = kernel.weight
-        contraction = _of_plain(path, kernel, array.shape[leading:], directional=directional)
+        contraction = _of_plain(path, kernel, array.shape[leading:], per_axis=per_axis)
     if kernel.factor != 1.0:
         array = array * kernel.factor
     return Multiplied(array, contraction, leading, stack, names)
@@ -115,7 +115,7 @@ def _names(features: Features | hax.AxisSpec | None) -> list[str]:
     return [] if features is None or isinstance(features, int | str) else [axis.name for axis in axes_of(features)]
 
 
-def _of_plain(path: str, kernel: Kernel, shape: tuple[int, ...], *, directional: bool) -> AbstractContraction:
+def _of_plain(path: str, kernel: Kernel, shape: tuple[int, ...], *, per_axis: bool) -> AbstractContraction:
     """The products of a weight whose axes have no names."""
     if kernel.contracted is not None:
         return _dot(shape, kernel.contracted)
@@ -124,7 +124,7 @@ def _of_plain(path: str, kernel: Kernel, shape: tuple[int, ...], *, directional:
         found = [axes for axes, fits in (((1,), sizes), ((0,), sizes[::-1])) if shape == fits]
         if len(found) == 1:
             return _dot(shape, found[0])
-    if directional:
+    if per_axis:
         raise ValueError(
             f"the kernel of {path or 'the model itself'} has shape {shape}, which does not show what its product sums "
             "over; scales run along those axes. Set them in the Kernel of the layer's LayerRule: contracted=(1,)"
@@ -239,8 +239,8 @@ def _with_copies(
 ) -> Fp8DotGeneral:
     if not is_floating(kernel) or op.state_per_group:
         return op
-    directional = any(op.recipe.quantization["kernel", product].scaling.directional for product in ("fprop", "dgrad"))
-    found = multiplied(path, kernel, stack, directional=directional)
+    per_axis = any(op.recipe.uses["kernel", product].scaling.per_axis for product in ("fprop", "dgrad"))
+    found = multiplied(path, kernel, stack, per_axis=per_axis)
     names, leading = tuple(axis.name for axis in found.stack), found.leading
     whole = PartitionSpec()
     if found.own_names is not None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from .._jax.xla import still_rounded
+from .._jax.xla import keep_cast
 from .._numerics.formats import saturating_cast
 from .arguments import Scale, Values, floating, format_of, scale_for, wide, wide_dtype
 
@@ -58,7 +58,7 @@ def dequantize(x: Values, dq_dtype: DTypeLike, scale: Scale) -> Float[Array, "*s
     """
     dq_dtype = wide_dtype("dq_dtype", dq_dtype)
     x = floating("x", x)
-    return still_rounded(x).astype(dq_dtype) * scale_for(x, scale, dq_dtype)
+    return keep_cast(x).astype(dq_dtype) * scale_for(x, scale, dq_dtype)
 
 
 def quantize_dequantize(

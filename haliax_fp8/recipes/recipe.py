@@ -129,7 +129,7 @@ class Recipe:
                 raise ValueError(
                     f"recipe rotates one operand of {name} and not the other: {operands}; use HadamardScaling for both"
                 )
-            if any(isinstance(q.scaling, HadamardScaling) for q in self.quantizations):
+            if any(isinstance(q.scaling, HadamardScaling) for q in self.operands):
                 raise ValueError(
                     "recipe rotates an operand of fprop or dgrad, which is not supported; use HadamardScaling for "
                     "input_for_wgrad and output_grad_for_wgrad"
@@ -182,7 +182,7 @@ class Recipe:
         }
 
     @functools.cached_property
-    def quantization(self) -> dict[tuple[OperandName, ProductName], Quantization]:
+    def uses(self) -> dict[tuple[OperandName, ProductName], Quantization]:
         """How each operand is quantized for each of its products."""
         return {
             (operand, product): quantization
@@ -195,8 +195,8 @@ class Recipe:
         """The operands that are quantized once for both of their products."""
 
         def alike(operand: OperandName) -> bool:
-            first, second = (self.quantization[operand, product] for product in USES[operand])
-            return first == second and not first.scaling.directional
+            first, second = (self.uses[operand, product] for product in USES[operand])
+            return first == second and not first.scaling.per_axis
 
         return frozenset(operand for operand in USES if alike(operand))
 
@@ -207,7 +207,7 @@ class Recipe:
         return {(x, product): uses[0] if x in once else product for x, uses in USES.items() for product in uses}
 
     @functools.cached_property
-    def quantizations(self) -> tuple[Quantization, Quantization, Quantization]:
+    def operands(self) -> tuple[Quantization, Quantization, Quantization]:
         """The three operands in the order in which state stores them."""
         return (self.input, self.kernel, self.output_grad)
 
@@ -225,10 +225,10 @@ class Recipe:
     @functools.cached_property
     def limits(self) -> tuple[float, ...]:
         """The largest value of each operand's format, in that order."""
-        return tuple(q.format.max for q in self.quantizations)
+        return tuple(q.format.max for q in self.operands)
 
     @property
-    def scales(self) -> str:
+    def scale_rounding(self) -> str:
         """How scales of whole tensors are rounded where they multiply; empty if the recipe has none."""
         if not any(scaling.stores_scale or scaling.rounds_scale for scaling in self.scalings):
             return ""
@@ -249,7 +249,7 @@ class Recipe:
     def measures_kernel_again(self) -> bool:
         """Whether quantizing the kernel for dgrad, apart from fprop, takes an amax that fprop has taken already."""
         scaling = self.kernel.scaling
-        shared = self.kernel_for_dgrad in (None, self.kernel) and not scaling.directional
+        shared = self.kernel_for_dgrad in (None, self.kernel) and not scaling.per_axis
         return shared and scaling.quantizes and not scaling.stores_scale
 
     @property
@@ -275,11 +275,6 @@ class Recipe:
         second = {use: first[name] for name, use in _SECOND_USES.items() if getattr(self, use) == getattr(self, name)}
         return dataclasses.replace(self, **first, **second)
 
-    @property
-    def delayed(self) -> DelayedScaling | None:
-        """The first delayed scaling of an operand, or None if the recipe keeps no history."""
-        return next((scaling for scaling in self.scalings if isinstance(scaling, DelayedScaling)), None)
-
     def forward_only(self) -> "Recipe":
         """fprop as in this recipe; dgrad and wgrad in high precision, from operands that were not quantized.
 
@@ -296,7 +291,7 @@ class Recipe:
 
     def _map(self, function: Callable[[Quantization], Quantization]) -> "Recipe":
         optional = (self.input_for_wgrad, self.kernel_for_dgrad, self.output_grad_for_wgrad)
-        return Recipe(*map(function, self.quantizations), *(None if q is None else function(q) for q in optional))
+        return Recipe(*map(function, self.operands), *(None if q is None else function(q) for q in optional))
 
     def with_amax_history_length(self, length: int) -> "Recipe":
         """This recipe with another history length in its delayed scalings.
@@ -317,8 +312,8 @@ class Recipe:
         return self._map(replace)
 
     def __str__(self) -> str:
-        formats = "/".join(q.format.name for q in self.quantizations)
-        scalings = {type(q.scaling).__name__: None for q in self.quantizations}
+        formats = "/".join(q.format.name for q in self.operands)
+        scalings = {type(q.scaling).__name__: None for q in self.operands}
         products = self.products
         high = [name for name, operands in products.items() if not operands[0].scaling.quantizes]
         rotated = [name for name, operands in products.items() if isinstance(operands[0].scaling, HadamardScaling)]

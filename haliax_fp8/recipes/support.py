@@ -198,7 +198,7 @@ def misfit(quantization: Quantization) -> str | None:
         key = jax.random.key(0) if quantization.rounding.needs_key else None
         stored = jnp.float32(1.0) if scaling.stores_scale else None
         return scaling.quantize(
-            x, OperandUse(quantization.format, (1,), stored=stored, rounding=quantization.rounding, key=key)
+            x, OperandUse(quantization.format, (1,), stored_scale=stored, rounding=quantization.rounding, key=key)
         )
 
     made = jax.eval_shape(quantized, jax.ShapeDtypeStruct((_SIDE, _SIDE), jnp.float32))

@@ -8,7 +8,7 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 
-from .._jax.xla import actually_rounded
+from .._jax.xla import force_cast
 
 
 type Unroll = int | bool | None
@@ -90,6 +90,6 @@ def _rounded[T](tree: T) -> T:
 
     def rounded(x: Any) -> Any:
         is_narrow = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-        return actually_rounded(x) if is_narrow else x
+        return force_cast(x) if is_narrow else x
 
     return jax.tree.map(rounded, tree)

@@ -7,7 +7,7 @@ import haliax as hax
 import jax
 from jaxtyping import DTypeLike
 
-from ..layers.checks import require_layers, require_model, require_own_state
+from ..layers.checks import check_not_modified, require_layers, require_model
 from ..layers.config import Fp8Config, as_config
 from ..layers.convert import routers
 from ..layers.rule import LayerRule
@@ -84,7 +84,7 @@ def quantize_for_inference[M](
     """
     require_layers(model, "quantize_for_inference(model, scheme)")
     chosen = as_scheme(scheme)
-    require_own_state(model)
+    check_not_modified(model)
     rules = as_config(rules_of).rules
     constructors = constructors_with(served_layers, rules)
     selected = _selected(model, rules, targets, exclude)

@@ -183,8 +183,8 @@ class ServedKernel(eqx.Module):
 
     def _require_fit(self, contraction: AbstractContraction, computed_in: np.dtype, dtype: np.dtype) -> None:
         axes = contraction.contracted("fprop")[1]
-        directional = self.scheme.kernel.directional
-        if directional and (set(axes), axes[-1:]) != (set(self.contracted), self.contracted[-1:]):
+        per_axis = self.scheme.kernel.per_axis
+        if per_axis and (set(axes), axes[-1:]) != (set(self.contracted), self.contracted[-1:]):
             raise ValueError(
                 f"a kernel is summed over axes {axes}, but its scales were made for a sum over {self.contracted}. Set "
                 f"contracted={axes} in the Kernel that the layer's LayerRule returns"

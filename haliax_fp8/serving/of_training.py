@@ -60,7 +60,7 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
             f"{name} has a scale for each expert (scale_per_expert=True), but scheme={scheme} uses only that of the "
             f"{scheme.stored[0]}; use 'static', which uses both, or one that computes scales, such as 'dynamic'"
         )
-    found = multiplied(path, kernel, stack, directional=scheme.kernel.directional)
+    found = multiplied(path, kernel, stack, per_axis=scheme.kernel.per_axis)
     _require_finite(name, found.array)
     compute_dtype = None if op is None else op.compute_dtype
     spec, state = None, None
@@ -179,7 +179,7 @@ def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotG
             "there: trainable(model) and an optimizer's state look like this. Give the model itself"
         )
     for operand in scheme.stored:
-        quantization = op.recipe.quantization[operand, "fprop"]
+        quantization = op.recipe.uses[operand, "fprop"]
         if not quantization.scaling.stores_scale:
             raise ValueError(
                 f"the recipe of {name} ({op.recipe}) stores no scale of its {operand}, which scheme={scheme} needs: "

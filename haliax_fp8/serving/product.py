@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from .._jax.meshes import automatic_axes, axes_of_parts
-from .._jax.xla import on_cuda, own_operand
+from .._jax.xla import on_cuda, operand_per_sharer
 from .._numerics.quantized_array import QuantizedArray
 from .._product.contraction import AbstractContraction, DotContraction
 from .._product.grouped.one_device import apart, of_each_row, together
@@ -178,7 +178,7 @@ def _product_of_experts(
         format=spec.scheme.format,
         contracted=spec.batched.contracted("fprop")[0],
         ensemble=spec.ensemble + 1,
-        stored=of_each_row(input_scale, extras[0], input.shape[spec.ensemble]),
+        stored_scale=of_each_row(input_scale, extras[0], input.shape[spec.ensemble]),
         scale_bits=spec.input_bits,
         devices=axes_of_parts(input),
     )
@@ -202,7 +202,7 @@ def quantized_input(input: Array, input_scale: Any, spec: ServedProduct) -> Quan
         format=spec.scheme.format,
         contracted=spec.batched.contracted("fprop")[0],
         ensemble=spec.ensemble,
-        stored=input_scale,
+        stored_scale=input_scale,
         scale_bits=spec.input_bits,
         devices=axes_of_parts(input),
     )
@@ -219,7 +219,7 @@ def not_joined(data: Array, kernel: QuantizedArray) -> Array:
         data: The input.
         kernel: The kernel; its scale is the one stored array that only this product reads.
     """
-    return data if automatic_axes() else own_operand(data, kernel.scale)
+    return data if automatic_axes() else operand_per_sharer(data, kernel.scale)
 
 
 def rows_of(shape: tuple[int, ...], spec: ServedProduct) -> int:

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from .._jax.meshes import as_varying, axes_of_parts
-from .._jax.xla import still_rounded
+from .._jax.xla import keep_cast
 from .._numerics.formats import Format
 from .._numerics.quantized_array import divide_by
 from .._op import Fp8DotGeneral
@@ -101,7 +101,7 @@ def _send(
 
     def data_of(x: Array) -> Array:
         quantized = quantize_operand(x, "input", "fprop", Scales({"input": scale}, None), None, (), spec)
-        return still_rounded(quantized.data)
+        return keep_cast(quantized.data)
 
     largest = jnp.abs(data_of(amax).astype(jnp.float32))
     values = exchange(data_of(round_to(rows, spec.compute_dtype))).astype(jnp.float32)
@@ -138,7 +138,7 @@ def _send_backward(
         # A smaller scale would be flushed to zero, and divided by.
         of_rows = jnp.maximum(largest / gradient_format.max, 1 / LARGEST_MULTIPLIER)
         of_rows = jnp.where(largest > 0, of_rows, 1.0)
-        data = still_rounded(divide_by(grad, of_rows, gradient_format).data)
+        data = keep_cast(divide_by(grad, of_rows, gradient_format).data)
         received = (back(data).astype(jnp.float32) * back(of_rows)).astype(grad.dtype)
     return received, jnp.zeros_like(scale), jnp.zeros_like(amax)
 

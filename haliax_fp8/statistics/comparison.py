@@ -17,7 +17,7 @@ from rich.text import Text
 from .._jax.max_grad import to_max_grad
 from .._op import Fp8DotGeneral
 from .._printing import DottedName, Printable, new_table
-from ..layers.checks import require_calibrated, require_layers, require_own_state
+from ..layers.checks import check_not_modified, require_calibrated, require_layers
 from ..layers.config import default_rules
 from ..layers.quantized_kernels import require_no_kernel_copies
 from ..layers.rule import LayerRule
@@ -307,7 +307,7 @@ def compare(
     """
     for name, model in (("plain", plain), ("converted", converted)):
         require_layers(model, "compare(plain, converted, function, *batch)", name)
-    require_own_state(converted)
+    check_not_modified(converted)
     require_no_kernel_copies(converted)
     require_calibrated(converted)
     found = find_layers(converted, rules)

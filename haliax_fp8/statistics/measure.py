@@ -13,7 +13,7 @@ from jaxtyping import Array
 from .._jax.errors import calls_users_function
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
-from ..layers.checks import require_calibrated, require_model, require_own_state
+from ..layers.checks import check_not_modified, require_calibrated, require_model
 from ..layers.config import default_rules
 from ..layers.rule import LayerRule
 from ..layers.walk import all_ops, is_op, map_layers_in_stacks, named_ops, rule_of
@@ -58,7 +58,7 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
     require_model(model, call)
     if not is_converted:
         raise ValueError("model has no FP8 product to measure; convert it with fp8_linear_layers")
-    require_own_state(model)
+    check_not_modified(model)
     require_calibrated(model)
     require_fit(loss_fn, batch, "Pass them one by one: quantization_statistics(model, loss_fn, x, y)")
     gradients = filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(measuring(model))
@@ -72,7 +72,7 @@ def statistics_in(gradients: Any) -> ModelStatistics:
         gradients: The gradients of a model that `measuring` returned, or the part of them that replaces state.
     """
     ops = dict(named_ops(gradients))
-    uncalled = tuple(None if op.left_out is None else op.left_out.uncalled for op in ops.values())
+    uncalled = tuple(None if op.skipped is None else op.skipped.uncalled for op in ops.values())
     return ModelStatistics(tuple(ops), tuple(map(_statistics, ops.values())), uncalled)
 
 

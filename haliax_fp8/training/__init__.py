@@ -1,7 +1,7 @@
 """Training: gradients with exact maxima, the update of parameters and state, and what a training loop needs besides."""
 
 from .._state.op_state import OpState as OpState
-from ..layers.checks import require_own_state as require_own_state
+from ..layers.checks import check_not_modified as check_not_modified
 from .calibration import calibrate as calibrate, fp8_states as fp8_states
 from .cast import cast_params as cast_params, with_rounding_keys as with_rounding_keys
 from .gradients import (

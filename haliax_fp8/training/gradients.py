@@ -17,7 +17,7 @@ from .._jax.errors import (
     is_about_sum,
 )
 from .._jax.max_grad import LOST_STATE, StateOutsideJit, is_max_grad, to_float32
-from .._jax.used import Reached, depends_on, noticed
+from .._jax.used import UsedArguments, depends_on, tagged
 from .._product.quantized_kernel import KernelCopies
 from .._state.op_state import OpState, OverwriteWithGradient, is_state
 from .._state.update import complete_states, record_states, records_of_part
@@ -226,13 +226,13 @@ class _ValueAndGrad(eqx.Module):
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_copies)
         indices = [i for i, leaf in enumerate(leaves) if _is_whole_table(leaf)]
-        states, own, reached = [leaves[i] for i in indices], frozenset(indices), Reached()
+        states, own, reached = [leaves[i] for i in indices], frozenset(indices), UsedArguments()
         parts_with = lambda states: eqx.partition(_replaced(leaves, indices, states), _is_differentiated)
 
-        def of(differentiated: Any, *, rest: Any, reached: Reached | None) -> Any:
+        def of(differentiated: Any, *, rest: Any, reached: UsedArguments | None) -> Any:
             leaves = eqx.combine(differentiated, rest)
             if indices and reached is not None:
-                leaves = _replaced(leaves, indices, _noticed([leaves[i] for i in indices], reached))
+                leaves = _replaced(leaves, indices, _tagged([leaves[i] for i in indices], reached))
             # Records have the element type already; other state may not.
             leaves = [leaf if i in own else _with_max_gradients(leaf) for i, leaf in enumerate(leaves)]
             return self.function(jax.tree.unflatten(structure, leaves), *args, **kwargs)
@@ -247,7 +247,7 @@ class _ValueAndGrad(eqx.Module):
             """The states that get no gradient even if they are floats like any other."""
             # Not the tables, which some `shard_map`s refuse to differentiate.
             differentiated, rest = parts_with([jax.tree.map(to_float32, record) for record in record_states(states)])
-            loss = functools.partial(of, rest=rest, reached=(plain := Reached()))
+            loss = functools.partial(of, rest=rest, reached=(plain := UsedArguments()))
             jax.eval_shape(jax.grad(loss, has_aux=self.has_aux, allow_int=True), differentiated)
             return plain.missing
 
@@ -281,10 +281,10 @@ def _value_and_grad(
     return take
 
 
-def _noticed(states: Sequence[OpState], reached: Reached) -> list[OpState]:
+def _tagged(states: Sequence[OpState], reached: UsedArguments) -> list[OpState]:
     """The states themselves; `reached` has the numbers of those whose gradients arrive."""
     arrays = [jax.tree.flatten(state) for state in states]
-    tables = noticed([table for (table, *_), _ in arrays], reached)
+    tables = tagged([table for (table, *_), _ in arrays], reached)
     return [
         jax.tree.unflatten(structure, [table, *shared])
         for table, ((_, *shared), structure) in zip(tables, arrays, strict=True)

@@ -18,9 +18,9 @@ from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
 from ..layers.checks import (
     are_usable,
+    check_not_modified,
     require_calibrated,
     require_model,
-    require_own_state,
     require_whole_state,
     tables_on_host,
 )
@@ -142,7 +142,7 @@ class TrainStep(eqx.Module):
         require_weights(model, "model", "Train the model that it was made from")
         if _logger.isEnabledFor(logging.INFO) and not is_op(model):
             _logger.info(describe(model).summary)
-        require_own_state(model)
+        check_not_modified(model)
         require_whole_state(model)
         require_no_kernel_copies(model)
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
@@ -236,7 +236,7 @@ class TrainStep(eqx.Module):
         # State that is still being computed is not waited for.
         if not are_usable(tables_on_host([leaves[position] for position in ops.tables], wait=False)):
             require_calibrated(model, wait=False)
-            require_own_state(model, wait=False)
+            check_not_modified(model, wait=False)
         given = StepInput(batch, key, loss_key)
         nested = any(isinstance(x, Tracer) for x in (*leaves, *jax.tree.leaves(given)))
         options = {} if nested else training_options(ops.recipes, Device.default())

@@ -15,12 +15,12 @@ from haliax.quantization import CustomGradientAccumulation
 from jaxtyping import Array, PyTree
 
 from .._state.op_state import OpState, OverwriteWithGradient
-from .._state.update import overwrite_states, written_states
+from .._state.update import overwrite_states, replace_states
 from ..layers.checks import (
+    check_not_modified,
     require_calibrated,
     require_layers,
     require_model,
-    require_own_state,
     require_tree,
     require_whole_state,
     table_on_host,
@@ -86,7 +86,7 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
             from them; outside `jit`, if anything but its own update changed the model's state.
     """
     require_model(module, "apply_updates(module, updates, overwrites)", "module")
-    require_own_state(module)
+    check_not_modified(module)
     require_calibrated(module)
     require_whole_state(module)
     require_no_kernel_copies(module, "module")
@@ -101,7 +101,7 @@ def apply_exact_updates[M](module: M, updates: Any, overwrites: Any) -> M:
         updates: As in `apply_updates`.
         overwrites: From `filter_grad` or `filter_value_and_grad`, of one batch.
     """
-    return _applied(module, updates, overwrites, written_states)
+    return _applied(module, updates, overwrites, replace_states)
 
 
 def _applied(
@@ -291,7 +291,7 @@ def incremental_update[M](new: M, old: M, step_size: Any) -> M:
     for name, model in (("new", new), ("old", old)):
         require_model(model, "incremental_update(new, old, step_size)", name)
         require_no_kernel_copies(model, name)
-    require_own_state(new)
+    check_not_modified(new)
     trained, average = cast(Any, trainable_part(new)), cast(Any, trainable_part(old))
     try:
         moved: Any = optax.incremental_update(trained, average, step_size)

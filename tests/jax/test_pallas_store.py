@@ -1,4 +1,4 @@
-"""What `_product/grouped/mosaic.py` needs of JAX, in every version that is allowed: Pallas kernels for GPUs are lowered."""
+"""What `_product/grouped/mosaic.py` needs of JAX, in every allowed version: Pallas kernels for GPUs are lowered."""
 
 import jax
 import jax.numpy as jnp

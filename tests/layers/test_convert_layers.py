@@ -551,7 +551,7 @@ def test_overrides():
     model = fp8_linear_layers(selectable(), config)
     # The first that fits wins: layers.1 is left alone, though the second pattern fits it too.
     assert paths(model) == (LAYERS - {"layers.1"}) | {"head"}
-    length = lambda layer: layer.dot_general.recipe.delayed.amax_history_length
+    length = lambda layer: layer.dot_general.recipe.input.scaling.amax_history_length
     assert [length(model["layers"][i]) for i in (0, 2, 9, 10, 11)] == [5, 5, 5, 6, 6]
     assert model["head"].dot_general.recipe == e4m3
     assert model["head"].dot_general.amax_history("kernel").shape == (7,)
@@ -570,7 +570,7 @@ def test_history_length_of_the_configuration_holds_for_every_recipe():
     config = Fp8Config(amax_history_length=3, overrides={"head": DelayedScaling(amax_history_length=9, margin=1)})
     model = fp8_linear_layers({"head": linear(), "body": linear(1)}, config)
     assert [op.amax_history("input").shape for op in ops(model)] == [(3,), (3,)]
-    assert model["head"].dot_general.recipe.delayed.margin == 1
+    assert model["head"].dot_general.recipe.input.scaling.margin == 1
     assert ops(fp8_linear_layers(linear()))[0].amax_history("input").shape == (1024,)
 
 
@@ -640,7 +640,7 @@ def test_a_history_length_without_a_history_is_an_error(recipe):
     with pytest.raises(ValueError, match="amax_history_length=16 has no.*recipe='delayed'"):
         Fp8Config(recipe=recipe, amax_history_length=16)
     mixed = Fp8Config(recipe=recipe, amax_history_length=16, overrides={"head": "delayed"})
-    assert mixed.resolve("delayed").delayed.amax_history_length == 16
+    assert mixed.resolve("delayed").input.scaling.amax_history_length == 16
 
 
 def test_a_function_among_the_patterns_has_to_decide():
@@ -899,7 +899,7 @@ def test_the_same_object_with_two_recipes():
     layer = linear()
     config = Fp8Config(overrides={"b": DelayedScaling(amax_history_length=4)}, exclude="c")
     fp8 = fp8_linear_layers({"a": layer, "b": layer, "c": layer}, config)
-    assert [op.recipe.delayed.amax_history_length for op in ops(fp8)] == [1024, 4]
+    assert [op.recipe.input.scaling.amax_history_length for op in ops(fp8)] == [1024, 4]
     assert fp8["c"] is layer
 
 

@@ -70,7 +70,7 @@ OF_ALL = {
     "load_into(model, path)": lambda tree: checkpoints.load_into(tree, {"weight": np.ones(3)}),
 }
 # They take any tree, and have nothing to say of one without state.
-OTHERS = {"fp8_states", "partition_for_grad_overwrite", "require_own_state", "with_max_gradients"}
+OTHERS = {"fp8_states", "partition_for_grad_overwrite", "check_not_modified", "with_max_gradients"}
 
 MISTAKES = {
     "None": (None, "is None, and has no layers"),

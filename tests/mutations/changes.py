@@ -27,7 +27,7 @@ CHANGES = (
     Change(
         "grouped wgrad accumulates fast",
         "_product/three_products.py",
-        'own_precision(spec.index_among_sharers) if product == "wgrad"',
+        'precision_per_sharer(spec.index_among_sharers) if product == "wgrad"',
         'lax.Precision.DEFAULT if product == "wgrad" and spec.contraction.extras',
         ("test_layers.py::test_every_ragged_product_multiplies_fp8",),
     ),
@@ -243,15 +243,15 @@ CHANGES = (
     Change(
         "rows quantized for one product serve another",
         "_product/operands.py",
-        "return first == second and not first.scaling.directional",
+        "return first == second and not first.scaling.per_axis",
         "return first == second",
         ("test_edges_of_scales.py::test_every_product_takes_rows_along_what_it_sums_over",),
     ),
     Change(
         "a grouped product's operands are rotated",
         "_product/operands.py",
-        "mixable=product not in spec.contraction.groups",
-        "mixable=True",
+        "contiguous_sum=product not in spec.contraction.groups",
+        "contiguous_sum=True",
         ("test_nvfp4.py::test_wgrad_of_a_grouped_product_is_left_unrotated",),
     ),
     Change(
@@ -309,7 +309,7 @@ CHANGES = (
     Change(
         "wgrad accumulates fast",
         "_product/three_products.py",
-        'own_precision(spec.index_among_sharers) if product == "wgrad"',
+        'precision_per_sharer(spec.index_among_sharers) if product == "wgrad"',
         'lax.Precision.DEFAULT if product == "wgrad"',
         (
             "test_dot_general.py::test_precision_is_that_of_fprop",
@@ -376,30 +376,30 @@ CHANGES = (
     Change(
         "layers in other formats take the first one's limits",
         "_state/update.py",
-        "kinds.setdefault((state.scalings, state.limits, *signatures), []).append(i)",
-        "kinds.setdefault((state.scalings, *signatures), []).append(i)",
-        ("test_together.py",),
+        "group_by_shape.setdefault((state.scalings, state.limits, *signatures), []).append(i)",
+        "group_by_shape.setdefault((state.scalings, *signatures), []).append(i)",
+        ("test_update.py",),
     ),
     Change(
         "an input group takes the smallest scale",
         "_state/records.py",
         "functools.reduce(lax.max, [",
         "functools.reduce(lax.min, [",
-        ("test_together.py",),
+        ("test_update.py",),
     ),
     Change(
         "every layer gets the change of the first",
         "_state/update.py",
         "np.int32(rows * i)",
         "np.int32(0 * i)",
-        ("test_together.py",),
+        ("test_update.py",),
     ),
     Change(
         "layers without a group share one scale of their input",
         "_state/records.py",
         "if state.shared_input is not None:",
         "if True:",
-        ("test_together.py",),
+        ("test_update.py",),
     ),
     Change(
         "two evaluations add up what they measured",
@@ -413,14 +413,14 @@ CHANGES = (
         "_state/op_state.py",
         "OpState(self.table, recipe.scalings, self.limits, self.shared_input)",
         "OpState(self.table, recipe.scalings, self.limits)",
-        ("test_together.py",),
+        ("test_update.py",),
     ),
     Change(
         "limits of operands are exchanged",
         "_state/table.py",
         "tuple(limits) * ops",
         "tuple(reversed(limits)) * ops",
-        ("test_together.py",),
+        ("test_update.py",),
     ),
     Change(
         "a layer that was not reached takes a scale of zero",
@@ -590,7 +590,7 @@ CHANGES = (
     Change(
         "a scale of zero that a trainer wrote stays",
         "recipes/scaling/delayed.py",
-        "lax.div(one, usable(scale))",
+        "lax.div(one, positive_or_one(scale))",
         "lax.div(one, scale)",
         ("test_state_rows.py",),
     ),
@@ -674,8 +674,8 @@ CHANGES = (
     Change(
         "rows beyond the last group enter the scale of a tensor that is measured now",
         "_product/operands.py",
-        "used=None if scaling.stores_scale else _used(x, operand, extras, spec)",
-        "used=None",
+        "valid_rows=None if scaling.stores_scale else _used(x, operand, extras, spec)",
+        "valid_rows=None",
         ("test_grouped_products.py::test_what_rows_beyond_the_last_group_hold_changes_nothing",),
     ),
     Change(
@@ -793,7 +793,7 @@ CHANGES = (
     Change(
         "a table that something else changed is overwritten",
         "_state/table.py",
-        "lax.bitwise_and(measured.reached, _is_own(table))",
+        "lax.bitwise_and(measured.reached, _is_unmodified(table))",
         "measured.reached",
         ("test_guard.py::test_no_step_makes_a_changed_scale_look_right",),
     ),
@@ -1079,14 +1079,14 @@ CHANGES = (
     Change(
         "an operand that XLA widens loses its rounding",
         "_product/contraction.py",
-        "data = [still_rounded(x.data) for x in (a, b)]",
+        "data = [keep_cast(x.data) for x in (a, b)]",
         "data = [x.data for x in (a, b)]",
         ("test_widened_operands.py::test_which_operands_are_kept_rounded",),
     ),
     Change(
         "small products are left to float16",
         "_product/contraction.py",
-        "[lax.convert_element_type(still_rounded(x), jnp.float32) for x in data]",
+        "[lax.convert_element_type(keep_cast(x), jnp.float32) for x in data]",
         "list(data)",
         ("test_widened_operands.py::test_which_operands_are_kept_rounded",),
     ),
@@ -1107,14 +1107,14 @@ CHANGES = (
     Change(
         "values read back in the same program were never rounded",
         "_numerics/quantized_array.py",
-        "still_rounded(self.data)",
+        "keep_cast(self.data)",
         "self.data",
         ("test_widened_operands.py::test_what_is_read_back_is_rounded",),
     ),
     Change(
         "the error of rounding is that of no rounding",
         "_numerics/rounding.py",
-        "(still_rounded(saturating_cast(x, format)).astype(jnp.float32) - x) ** 2",
+        "(keep_cast(saturating_cast(x, format)).astype(jnp.float32) - x) ** 2",
         "(saturating_cast(x, format).astype(jnp.float32) - x) ** 2",
         ("test_widened_operands.py::test_what_is_read_back_is_rounded",),
     ),

@@ -134,7 +134,7 @@ def test_other_rows_keep_what_they_had(recipe):
     x = operands()[2]
     bad = x.copy()
     bad[5, 7] = np.inf
-    use = OperandUse(q.format, (1,), stored=jnp.float32(1e-8), rounding=q.rounding, key=KEY)
+    use = OperandUse(q.format, (1,), stored_scale=jnp.float32(1e-8), rounding=q.rounding, key=KEY)
     clean, spoilt = (np.asarray(q.scaling.quantize(jnp.asarray(a), use).dequantize()) for a in (x, bad))
     others = np.arange(20) != 5
     np.testing.assert_array_equal(clean[others], spoilt[others])
@@ -157,7 +157,7 @@ def test_scales_down_to_the_smallest_normal_number_are_not_flushed(recipe):
     unit[3, 5] = 1.0
     for q in dict.fromkeys(
         (
-            *fp8.recipes.named[recipe].quantizations,
+            *fp8.recipes.named[recipe].operands,
             Quantization(E5M2, CurrentScaling()),
         )
     ):

@@ -673,7 +673,7 @@ def test_default_recipe_is_flaxs():
     for name in OPERANDS:
         np.testing.assert_array_equal(op.scale(name), 1.0)
         np.testing.assert_array_equal(op.amax_history(name), np.zeros(1024, np.float32))
-    assert [q.format for q in op.recipe.quantizations] == [
+    assert [q.format for q in op.recipe.operands] == [
         haliax_fp8.recipes.E4M3,
         haliax_fp8.recipes.E4M3,
         haliax_fp8.recipes.E5M2,

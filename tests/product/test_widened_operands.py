@@ -34,7 +34,7 @@ def kept_before(jaxpr):
             maker = made_by.get(id(operand))
             if maker is not None and maker.primitive.name == "convert_element_type":
                 maker = made_by.get(id(maker.invars[0]))
-            is_marked = maker is not None and maker.primitive.name == "fp8_still_rounded"
+            is_marked = maker is not None and maker.primitive.name == "fp8_keep_cast"
             found.append((is_marked and maker.params["smallest"] == 1, operand.aval.dtype))
     return found
 
@@ -92,7 +92,7 @@ def test_what_is_read_back_is_rounded(function):
     inner = list(equations(jax.make_jaxpr(function)(jnp.ones((4, 4)))))
     made_by = {id(out): equation.primitive.name for equation in inner for out in equation.outvars}
     widened = [e for e in inner if e.primitive.name == "convert_element_type" and e.invars[0].aval.dtype == E4M3]
-    assert [made_by[id(e.invars[0])] for e in widened] == ["fp8_still_rounded"]
+    assert [made_by[id(e.invars[0])] for e in widened] == ["fp8_keep_cast"]
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,12 @@ def joined_parts(told, table, *rows):
 
 
 def products_of_one_operand(told, x, *ws):
-    return [product(xla.own_operand(x, w) if told else x, w) for w in ws]
+    return [product(xla.operand_per_sharer(x, w) if told else x, w) for w in ws]
 
 
 def precise_products_of_one_operand(told, x, *ws):
     indices = range(len(ws)) if told else [None] * len(ws)
-    return [product(x, w, xla.own_precision(index)) for index, w in zip(indices, ws, strict=True)]
+    return [product(x, w, xla.precision_per_sharer(index)) for index, w in zip(indices, ws, strict=True)]
 
 
 def kernel_quantized_twice(told, w, x):
@@ -83,13 +83,13 @@ def cast_for_both(told, x):
 
 def rounded(told, x):
     narrow = x.astype(f8)
-    return (xla.actually_rounded(narrow) if told else narrow).astype(f32) * 2.0
+    return (xla.force_cast(narrow) if told else narrow).astype(f32) * 2.0
 
 
 def measured(told, x):
     """An operand's statistics: three reductions of it and of what it was quantized to."""
     data = quantized(x)
-    x, data = xla.made_before_it_is_measured((x, data)) if told else (x, data)
+    x, data = xla.computed_before_measured((x, data)) if told else (x, data)
     back = data.astype(f32) * 3.0
     error, clipped = jnp.sum(jnp.square(back - x.astype(f32))), jnp.sum(jnp.abs(data.astype(f32)) == 448.0, axis=0)
     return data, error, clipped, jnp.sum(jnp.abs(back), axis=1)
@@ -125,12 +125,12 @@ ONE_OPERAND = (struct(ROWS, IN), *(struct(IN, OUT) for _ in range(3)))
 CASES = {
     "computed_together": (scales_of_layers, DIFFERENT_LAYERS, exponentials, 1, 6),
     "side_by_side": (joined_parts, (numbers(6, 64), *(numbers(1, 64) for _ in range(6))), launches, 2, 7),
-    "own_operand": (products_of_one_operand, ONE_OPERAND, products, 3, 1),
-    "own_precision": (precise_products_of_one_operand, ONE_OPERAND, products, 3, 1),
+    "operand_per_sharer": (products_of_one_operand, ONE_OPERAND, products, 3, 1),
+    "precision_per_sharer": (precise_products_of_one_operand, ONE_OPERAND, products, 3, 1),
     "not_kept_from_forward": (kernel_quantized_twice, (struct(IN, IN), struct(ROWS, IN)), casts_to_fp8, 4, 3),
     "transposed_separately": (transposed, (struct(ROWS, IN),), readers_of_the_argument, 1, 2),
     "transposed_from_fp8": (cast_for_both, (struct(ROWS, IN),), launches, 2, 1),
-    "actually_rounded": (rounded, (numbers(ROWS),), casts_to_fp8, 1, 0),
+    "force_cast": (rounded, (numbers(ROWS),), casts_to_fp8, 1, 0),
 }
 
 
@@ -204,9 +204,9 @@ SHOWN_BY = {
     "divided_as_made": "test_several_devices.py::test_what_devices_send_and_keep",
     "gathered_once": "test_several_devices.py::test_what_devices_send_and_keep",
     "transposed_separately_on_one": "test_several_devices.py::test_one_device_transposes_separately",
-    "still_rounded": "test_compiled_widened.py",
-    "still_rounded_in_parts": "test_compiled_widened.py",
-    "made_before_it_is_measured": "test_xla.py::test_an_operand_is_quantized_once_for_all_its_statistics",
+    "keep_cast": "test_compiled_widened.py",
+    "keep_cast_in_parts": "test_compiled_widened.py",
+    "computed_before_measured": "test_xla.py::test_an_operand_is_quantized_once_for_all_its_statistics",
     "lowered_for_cuda": "test_barriers.py::test_a_barrier_is_in_these_programs_alone",
     "on_cpu": "test_xla.py::test_switches_between_platforms",
     "on_cuda": "test_xla.py::test_switches_between_platforms",

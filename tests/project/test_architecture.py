@@ -26,7 +26,7 @@ FLOORS = (
     # One product and its derivative.
     ("_product",),
     # What an op keeps of the conversion that made it.
-    ("_unconverted",),
+    ("_skipped",),
     # The public ops.
     ("_op",),
     # Models; and proof before purchase, which needs no model.

@@ -246,7 +246,7 @@ def test_state_of_operands_that_scale_differently(recipe):
     op, step = fp8.Fp8DotGeneral.init(recipe), stepping(one_use)
     alone = {
         row: fp8.Fp8DotGeneral.init(recipe_of([q.scaling] * 3))
-        for row, q in enumerate(recipe.quantizations)
+        for row, q in enumerate(recipe.operands)
         if isinstance(q.scaling, fp8.DelayedScaling)
     }
     for i in range(7):
@@ -312,7 +312,7 @@ def test_calibration_of_operands_that_scale_differently(recipe):
     batches = [finite_tensors(i) for i in (1, 3, 2)]
     # `batches` of a loss that takes the tensors as its arguments.
     op = fp8.calibrate(fp8.Fp8DotGeneral.init(recipe), one_use, batches)
-    for row, q in enumerate(recipe.quantizations):
+    for row, q in enumerate(recipe.operands):
         amaxes = [np.abs(batch[row]).max() for batch in batches]
         if isinstance(q.scaling, fp8.DelayedScaling):
             amax = max(amaxes[-q.scaling.amax_history_length :]) * 2.0**q.scaling.margin

@@ -49,7 +49,7 @@ class OfLast(AbstractScaling):
     """A scaling of one's own."""
 
     units = fp8.DelayedScaling.units
-    directional: ClassVar[bool] = False
+    per_axis: ClassVar[bool] = False
 
     @functools.cached_property
     def memory(self):

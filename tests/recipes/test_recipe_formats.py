@@ -63,7 +63,7 @@ def test_the_three_products_are_those_of_the_quantized_operands(formats):
     recipe = fp8.Recipe.of(fp8.DelayedScaling(amax_history_length=4), **formats)
     op = fp8.calibrate(fp8.Fp8DotGeneral.init(recipe), loss, [(x, w, c)])
     values = []
-    for a, q, operand in zip((x, w, c), recipe.quantizations, ("input", "kernel", "output_grad"), strict=True):
+    for a, q, operand in zip((x, w, c), recipe.operands, ("input", "kernel", "output_grad"), strict=True):
         scale = np.asarray(op.scale(operand))
         np.testing.assert_allclose(scale, np.abs(a).max() / q.format.max, rtol=2 * EPS)
         values.append(reference.cast(np.asarray(a) / scale, q.format.name).astype(np.float64) * scale)
@@ -77,7 +77,7 @@ def test_the_three_products_are_those_of_the_quantized_operands(formats):
 def test_a_model_trains(name, scaling):
     formats = FORMATS[name]
     recipe = fp8.Recipe.of(scaling, **formats)
-    assert [q.format for q in recipe.quantizations] == [formats["forward"]] * 2 + [formats["backward"]]
+    assert [q.format for q in recipe.operands] == [formats["forward"]] * 2 + [formats["backward"]]
     model = fp8.fp8_linear_layers(eqx.nn.MLP(16, 8, 32, 1, key=jax.random.key(0)), fp8.Fp8Config(recipe=recipe))
     x = jax.random.normal(jax.random.key(1), (32, 16))
     step = fp8.TrainStep(lambda model, x: ((jax.vmap(model)(x) - x[:, :8]) ** 2).mean(), optax.sgd(0.3))

@@ -156,7 +156,7 @@ class Claims(AbstractScaling):
     scaling: AbstractScaling
     claimed: MatrixUnits = FP8_UNITS
 
-    directional: ClassVar[bool] = True
+    per_axis: ClassVar[bool] = True
 
     @property
     def units(self):

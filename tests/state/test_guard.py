@@ -14,9 +14,9 @@ from helpers import rounded_up
 from jax import lax
 
 import haliax_fp8 as fp8
-from haliax_fp8._state.guard import fit, guard_of, guard_on_host, is_changed, is_scaled_down
+from haliax_fp8._state.guard import fit, guard_of, guard_on_host, is_modified, is_scaled_down
 from haliax_fp8._state.table import scales_in
-from haliax_fp8.layers.checks import is_changed as is_state_changed
+from haliax_fp8.layers.checks import is_modified as is_state_changed
 from haliax_fp8.training.updates import apply_exact_updates
 
 
@@ -66,7 +66,7 @@ def taken(scale, guard):
 def test_scales_with_their_guards_pass():
     guards = guard_of(jnp.asarray(SCALES))
     np.testing.assert_array_equal(taken(jnp.asarray(SCALES), guards), SCALES)
-    assert not is_changed(SCALES, np.asarray(guards))
+    assert not is_modified(SCALES, np.asarray(guards))
     with_infinity = np.append(SCALES, np.float32(np.inf))
     np.testing.assert_array_equal(guard_on_host(with_infinity), guard_of(jnp.asarray(with_infinity)))
 
@@ -132,7 +132,7 @@ def test_a_state_that_was_rounded_with_its_model_passes(dtype):
     guard = np.asarray(guard_of(jnp.asarray(SCALES)))
     normal = (SCALES > float(info.smallest_normal)) & (SCALES < 0.9 * float(info.max))
     scale, guard = (x[normal].astype(dtype).astype(np.float32) for x in (SCALES, guard))
-    assert not is_changed(scale, guard)
+    assert not is_modified(scale, guard)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -176,7 +176,7 @@ def test_changes_are_noticed(name):
     changed = (scale != scales) | (guard != guards)
     assert np.isnan(found[changed]).all()
     indices = np.flatnonzero(changed)[:200]
-    assert all(is_changed(scale[i : i + 1], guard[i : i + 1]) for i in indices)
+    assert all(is_modified(scale[i : i + 1], guard[i : i + 1]) for i in indices)
 
 
 # How a step writes state: `TrainStep` takes the gradient's tables as they are, `apply_updates` computes them again.
@@ -212,7 +212,7 @@ def assert_changed_scales_stay(filter_grad, apply):
 def test_what_a_trainer_leaves_of_layers_that_were_not_reached_is_a_scale_of_one():
     for value in (0.0, -0.0, -np.inf):
         assert float(taken(jnp.float32(value), jnp.float32(value))) == 1.0
-        assert not is_changed(np.full(1, value, np.float32), np.full(1, value, np.float32))
+        assert not is_modified(np.full(1, value, np.float32), np.full(1, value, np.float32))
 
 
 def test_no_guard_fits_a_scale_that_is_not_positive():
@@ -223,7 +223,7 @@ def test_no_guard_fits_a_scale_that_is_not_positive():
     scale, guard = (x.ravel() for x in np.meshgrid(not_positive, guards))
     unreached = (scale == 0.0) & (guard == 0.0)
     assert not np.asarray(fit(jnp.asarray(scale), jnp.asarray(guard)))[~unreached].any()
-    assert all(is_changed(scale[i : i + 1], guard[i : i + 1]) for i in np.flatnonzero(~unreached)[::97])
+    assert all(is_modified(scale[i : i + 1], guard[i : i + 1]) for i in np.flatnonzero(~unreached)[::97])
 
 
 def test_device_and_host_agree_on_numbers_that_are_not_ordinary():
@@ -232,14 +232,14 @@ def test_device_and_host_agree_on_numbers_that_are_not_ordinary():
     special = np.concatenate([special, np.asarray(guard_of(jnp.array([1e-38, 0.25, np.inf])))])
     scale, guard = (x.ravel() for x in np.meshgrid(special, special))
     own = np.asarray(fit(jnp.asarray(scale), jnp.asarray(guard)))
-    changed = [is_changed(scale[i : i + 1], guard[i : i + 1]) for i in range(scale.size)]
+    changed = [is_modified(scale[i : i + 1], guard[i : i + 1]) for i in range(scale.size)]
     np.testing.assert_array_equal(~own, changed)
 
 
 def test_a_guard_is_positive():
     guards = np.asarray(guard_of(jnp.asarray(SCALES)))
     assert not np.asarray(fit(jnp.asarray(SCALES), jnp.asarray(-guards))).any()
-    assert is_changed(SCALES[:1], -guards[:1])
+    assert is_modified(SCALES[:1], -guards[:1])
 
 
 def test_state_of_a_scale_that_is_not_positive_stays_nan():
@@ -252,7 +252,7 @@ def test_state_of_a_scale_that_is_not_positive_stays_nan():
             changed = eqx.tree_at(lambda l: l.dot_general.state, layer, state)
             assert np.isnan(state.scale[0]) and np.isnan(jax.vmap(changed)(X.astype(dtype)).astype(jnp.float32)).all()
             with pytest.raises(ValueError, match="changed by something other"):
-                fp8.training.require_own_state(changed)
+                fp8.training.check_not_modified(changed)
 
 
 def test_sums_of_scales_and_guards_are_not_scaled_down():
@@ -342,7 +342,7 @@ def test_a_model_that_is_float16_as_a_whole_records_its_amaxes(filter_grad):
         overwrites, rest = fp8.partition_for_grad_overwrite(gradients)
         stepped = fp8.apply_updates(half, jax.tree.map(jnp.zeros_like, rest), overwrites)
         np.testing.assert_allclose(stepped.dot_general.amax_history("output_grad")[0], expected, rtol=0.05)
-        fp8.training.require_own_state(stepped)
+        fp8.training.check_not_modified(stepped)
 
 
 @pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad])
@@ -371,7 +371,7 @@ def test_the_scale_of_a_layer_that_was_not_reached_is_the_one_that_products_take
 def test_scales_that_are_not_calibrated_in_float16_are_not_changed_ones():
     layer = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, key=jax.random.key(0)), recipe="static")
     cast = in_float16(layer)
-    fp8.training.require_own_state(cast)
+    fp8.training.check_not_modified(cast)
     with pytest.raises(ValueError, match="not calibrated"):
         fp8.TrainStep(mean_square, optax.sgd(0.1))(cast, (), X)
 
@@ -440,7 +440,7 @@ def test_wrong_loops_give_nan_by_the_second_step(name, how):
     assert np.isfinite(losses[0]) and np.isnan(losses[1:]).all()
     for look in (
         fp8.describe,
-        fp8.training.require_own_state,
+        fp8.training.check_not_modified,
         lambda m: fp8.quantization_statistics(m, mean_square, X),
         fp8.TrainStep(mean_square, optax.sgd(0.1)).init,
         lambda m: fp8.TrainStep(mean_square, optax.sgd(0.1))(m, (), X),
@@ -484,7 +484,7 @@ def test_haliax_own_loop_keeps_scales_consistent():
     for _ in range(5):
         model, state, loss = step(model, state)
         assert np.isfinite(loss)
-    fp8.training.require_own_state(model)
+    fp8.training.check_not_modified(model)
 
 
 @pytest.mark.more
@@ -496,7 +496,7 @@ def test_an_average_of_parameters_alone_is_fine():
         model, state, _ = step(model, state, X)
         average = optax.incremental_update(fp8.trainable(model), average, 0.1)
     averaged = eqx.combine(average, model)
-    fp8.training.require_own_state(averaged)
+    fp8.training.check_not_modified(averaged)
     assert np.isfinite(mean_square(averaged, X))
 
 

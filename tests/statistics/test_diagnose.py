@@ -615,7 +615,7 @@ def test_a_short_history_is_not_made_longer():
     diagnosis = Diagnosis(tuple(underflow([spiked(DelayedScaling(), 1e6, recipe=recipe)], Thresholds())))
     model = {"0": eqx.nn.Linear(WIDTH, WIDTH, key=KEY)}
     mended = apply_remedies(fp8.fp8_linear_layers(model, recipe=recipe), diagnosis)
-    lengths = [q.scaling.amax_history_length for q in mended["0"].dot_general.recipe.quantizations]
+    lengths = [q.scaling.amax_history_length for q in mended["0"].dot_general.recipe.operands]
     assert lengths[:3] == [HISTORY, 4, HISTORY]
 
 

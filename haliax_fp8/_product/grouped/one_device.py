@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from ..._jax.xla import still_rounded
+from ..._jax.xla import keep_cast
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.grouped import GroupedImplementation
 from ...recipes.recipe import ProductName
@@ -136,7 +136,7 @@ class OneDevice:
             )
         dot = self.dot(group_sizes)
         # XLA may widen them, and drop a rounding that nothing keeps.
-        a, b = (dataclasses.replace(x, data=still_rounded(x.data)) for x in (a, b))
+        a, b = (dataclasses.replace(x, data=keep_cast(x.data)) for x in (a, b))
         if self.state_per_group and self.product != "wgrad":
             assert scale is not None
             of_rows = of_each_row(scale, group_sizes, a.data.shape[self.batch])

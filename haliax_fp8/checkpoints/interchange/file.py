@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...layers.checks import require_own_state, require_tree
+from ...layers.checks import check_not_modified, require_tree
 from ..files import BrokenCheckpoint
 from ..files.header import Stored, read_header
 from ..files.strict_json import json_object
@@ -63,7 +63,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
         raise ValueError(f"path is of type {type(path).__name__}, not the name of a file; use save(path, model)")
     require_tree(tree, "save(path, model)", "tree")
     if not allow_nonfinite:
-        require_own_state(tree)
+        check_not_modified(tree)
     path = with_suffix(path)
     if os.path.isdir(path):  # A name may be too long for `path.is_dir`.
         raise ValueError(f"path={str(path)!r} is a folder; name a file, such as {str(path / 'model.safetensors')!r}")

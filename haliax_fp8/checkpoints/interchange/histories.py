@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from ..._state.guard import is_changed
+from ..._state.guard import is_modified
 from ..._state.op_state import OpState
 from ..._state.table import first_table, guarded
 from ...recipes.scaling import DelayedScaling
@@ -21,7 +21,7 @@ def first_of(state: OpState) -> np.ndarray:
 
 def refusal(table: Float32[np.ndarray, "*stack operands columns"]) -> str | None:
     """Why the numbers of a table cannot be a state; None if they can."""
-    if not is_changed(table[..., 0], table[..., -1]):
+    if not is_modified(table[..., 0], table[..., -1]):
         return None
     return "the scales in the checkpoint were changed by something other than their own update, such as an optimizer"
 

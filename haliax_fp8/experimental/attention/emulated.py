@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ..._jax.xla import actually_rounded
+from ..._jax.xla import force_cast
 from ..._numerics.formats import E4M3
 from ..._numerics.quantized_array import divide_by
 
@@ -91,7 +91,7 @@ class TensorScales:
 
     def dequantize(self, name: str, data: Array) -> Float32[Array, "..."]:
         """The inverse of `quantize`, up to rounding."""
-        x = actually_rounded(data).astype(jnp.float32) if self.rounds else data
+        x = force_cast(data).astype(jnp.float32) if self.rounds else data
         return x * self.over(name, x) if self.rounds else x
 
     def rounded(self, name: str, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
@@ -121,7 +121,7 @@ def forward(
     if spec.rounds:
         likelihood_scale = jnp.full((1,) * likely.ndim, LIKELIHOOD_SCALE, jnp.float32)
         data = divide_by(likely, likelihood_scale, E4M3).data
-        likely = actually_rounded(data).astype(jnp.float32) * likelihood_scale
+        likely = force_cast(data).astype(jnp.float32) * likelihood_scale
     # Queries first, as in the output.
     out = _einsum("...bhgts,...bshd->...bthgd", likely, v) / jnp.moveaxis(total, -2, -4)
     out = jnp.reshape(out, query.shape)

@@ -24,30 +24,30 @@ class OperandUse(NamedTuple):
         format: The format to round to.
         contracted: The axes of the operand that the product sums over.
         ensemble: How many leading axes number independent members, each with its own scales.
-        stored: The scales that the state holds, `[*ensemble]`; None if the scaling is stateless.
+        stored_scale: The scales that the state holds, `[*ensemble]`; None if the scaling is stateless.
         rounding: How to round.
         key: For a rounding that is random, one key for each member.
-        mixable: Whether the product sums over the last contracted axis as a whole. A grouped product does not: there,
-            neighbours may belong to different groups.
+        contiguous_sum: Whether the product sums over the last contracted axis as a whole. A grouped product does not:
+            there, neighbours may belong to different groups.
         scale_bits: How many significant bits a scale for the whole tensor may have, see `QuantizedArray`.
         devices: Inside `shard_map`, the mesh axes over which devices hold parts of the operand; () elsewhere.
-        used: Which elements are in the product at all, in a shape that broadcasts to the operand's; None if all are.
+        valid_rows: Which elements are in the product at all, in a shape that broadcasts to the operand's; None for all.
     """
 
     format: Format
     contracted: tuple[int, ...]
     ensemble: int = 0
-    stored: Float32[Array, " *ensemble"] | None = None
+    stored_scale: Float32[Array, " *ensemble"] | None = None
     rounding: Rounding = Rounding.TO_NEAREST
     key: Key[Array, "*ensemble"] | None = None
-    mixable: bool = True
+    contiguous_sum: bool = True
     scale_bits: int = 24
     devices: tuple[str, ...] = ()
-    used: Bool[Array, "*shape"] | None = None
+    valid_rows: Bool[Array, "*shape"] | None = None
 
     def counted(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """The operand as its amaxes are taken: zero where it is not in the product."""
-        return x if self.used is None else jnp.where(self.used, x, np.asarray(0.0, x.dtype))
+        return x if self.valid_rows is None else jnp.where(self.valid_rows, x, np.asarray(0.0, x.dtype))
 
     def cast(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Rounds to the format as this use does, clipping what lies beyond its maximum."""
@@ -84,7 +84,7 @@ class AbstractScaling(abc.ABC):
     blocks of 32. All other scales are for `NO_UNITS`: operands are dequantized first, and `supported` says so.
     """
 
-    directional: ClassVar[bool]
+    per_axis: ClassVar[bool]
     """Whether the scales depend on which axes are contracted. An operand of two products is then quantized twice."""
 
     rounds_scale: ClassVar[bool] = False

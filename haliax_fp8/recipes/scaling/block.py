@@ -135,7 +135,7 @@ class BlockScaling(AbstractScaling):
         return MX_UNITS if self.power_of_two and self.size % 32 == 0 else NO_UNITS
 
     @property
-    def directional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def per_axis(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Squares look the same from both sides."""
         return not self.square
 

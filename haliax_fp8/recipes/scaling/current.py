@@ -43,7 +43,7 @@ class CurrentScaling(AbstractScaling):
     per_device: bool = False
 
     units: ClassVar[MatrixUnits] = FP8_UNITS
-    directional: ClassVar[bool] = False
+    per_axis: ClassVar[bool] = False
     rounds_scale: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class RowwiseScaling(AbstractScaling):
     power_of_two: bool = True
 
     units: ClassVar[MatrixUnits] = FP8_UNITS
-    directional: ClassVar[bool] = True
+    per_axis: ClassVar[bool] = True
     gradient_format: ClassVar[Format] = E4M3
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from ...devices.device import FP8_UNITS, MatrixUnits
 from .amax_of_history import AbstractAmaxCompute, MaxOfHistory
 from .base import AbstractScaling, CastCost, OperandUse, of_all_elements
 from .memory import AbstractMemory
-from .multiplier import round_down_to_power_of_two, usable
+from .multiplier import positive_or_one, round_down_to_power_of_two
 
 
 # The smallest scale that is not flushed to zero. Below it stand tensors whose amax is under 1e-35.
@@ -73,7 +73,7 @@ class DelayedScaling(AbstractScaling):
     power_of_two: bool = False
 
     units: ClassVar[MatrixUnits] = FP8_UNITS
-    directional: ClassVar[bool] = False
+    per_axis: ClassVar[bool] = False
     cast_cost: ClassVar[CastCost] = COST_WITH_STORED_SCALE
 
     def __post_init__(self) -> None:
@@ -244,12 +244,12 @@ def quantize_by_stored_scale(x: Float[Array, "*shape"], use: OperandUse) -> Quan
     Raises:
         ValueError: If `use` has no stored scale.
     """
-    if use.stored is None:
+    if use.stored_scale is None:
         raise ValueError(
-            "use.stored=None: this scaling takes its scale from state; call OperandUse(..., stored=scale), with a "
-            "float32 scale for each member"
+            "use.stored_scale=None: this scaling takes its scale from state; call OperandUse(..., stored_scale=scale), "
+            "with a float32 scale for each member"
         )
-    return divide_by(x, of_all_elements(use.stored, x.ndim), use.cast, scale_bits=use.scale_bits)
+    return divide_by(x, of_all_elements(use.stored_scale, x.ndim), use.cast, scale_bits=use.scale_bits)
 
 
 def scale_of_amax(
@@ -274,7 +274,7 @@ def scale_of_amax(
     inverse = lax.div(limit, amax)
     if margin:
         inverse = lax.div(inverse, np.float32(2.0**margin))
-    inverse = lax.select(lax.gt(amax, np.float32(0.0)), inverse, lax.div(one, usable(scale)))
+    inverse = lax.select(lax.gt(amax, np.float32(0.0)), inverse, lax.div(one, positive_or_one(scale)))
     if power_of_two:
         inverse = round_down_to_power_of_two(inverse)
     return lax.max(lax.div(one, inverse), np.float32(_SMALLEST_SCALE))

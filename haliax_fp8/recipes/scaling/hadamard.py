@@ -35,7 +35,7 @@ class HadamardScaling(AbstractScaling):
     scaling: AbstractScaling
     padding: bool = True
 
-    directional: ClassVar[bool] = True
+    per_axis: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require("scaling", self.scaling, AbstractScaling, "CurrentScaling() or NVFP4Scaling()", of="HadamardScaling")
@@ -63,7 +63,7 @@ class HadamardScaling(AbstractScaling):
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Rotates, then quantizes."""
-        if not (use.mixable and use.contracted):
+        if not (use.contiguous_sum and use.contracted):
             return self.scaling.quantize(x, use)
         rotation = Rotation(axis=use.contracted[-1], length=x.shape[use.contracted[-1]])
         if rotation.padding and not self.padding:

@@ -15,7 +15,7 @@ class HighPrecision(AbstractScaling):
     """Does not quantize the operand. Use it for both operands of a product, or for neither."""
 
     quantizes: ClassVar[bool] = False
-    directional: ClassVar[bool] = True
+    per_axis: ClassVar[bool] = True
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """The operand itself, with scales of 1."""

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt
 
-from ..._jax.xla import made_before_it_is_measured
+from ..._jax.xla import computed_before_measured
 from ..._numerics.formats import Format
 from ..._numerics.quantized_array import QuantizedArray, expand
 from ...devices.device import MatrixUnits
@@ -270,9 +270,9 @@ class MeasuredScaling(AbstractScaling):
         return self.scaling.units
 
     @property
-    def directional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def per_axis(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether those scales depend on which axes are contracted."""
-        return self.scaling.directional
+        return self.scaling.per_axis
 
     @property
     def cast_cost(self) -> CastCost:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -293,7 +293,7 @@ class MeasuredScaling(AbstractScaling):
         """Quantizes as the scaling does."""
         quantized = self.scaling.quantize(x, use)
         # Here, so that the products read it too; otherwise they would quantize the operand again.
-        return dataclasses.replace(quantized, data=made_before_it_is_measured(quantized.data))
+        return dataclasses.replace(quantized, data=computed_before_measured(quantized.data))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,7 +349,7 @@ class MeasuredMemory(AbstractMemory):
             members: Which elements belong together.
             active: The share of a layer's experts that have rows; 1 by default.
         """
-        statistics = statistics_of(made_before_it_is_measured(x), quantized, members, self.format, active)
+        statistics = statistics_of(computed_before_measured(x), quantized, members, self.format, active)
         if self.scaling.memory is not None and self._inner_numbers:
             inner = self.scaling.memory.measure(x, quantized, members.ensemble)
             inner = members.largest_numbers(jnp.max(inner.astype(jnp.float32), axis=-1))
@@ -401,7 +401,7 @@ class ObservedScaling(AbstractScaling):
     scaling: AbstractScaling
 
     quantizes: ClassVar[bool] = False
-    directional: ClassVar[bool] = False
+    per_axis: ClassVar[bool] = False
 
     @functools.cached_property
     def memory(self) -> AbstractMemory | None:

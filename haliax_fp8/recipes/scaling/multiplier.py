@@ -61,7 +61,7 @@ def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*
     return lax.bitcast_convert_type(bits & np.uint32(0xFF800000), jnp.float32)
 
 
-def usable(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+def positive_or_one(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Scales of 0 or `-inf` as 1: a trainer that overwrites state as it comes, where a layer was not reached."""
     return lax.select(lax.le(scale, np.float32(0.0)), lax.full_like(scale, 1.0), scale)
 

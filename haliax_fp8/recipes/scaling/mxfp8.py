@@ -42,7 +42,7 @@ class MXFP8Scaling(AbstractScaling):
     cast_cost: ClassVar[CastCost] = CastCost(bytes=5.5, launches=3)
 
     @property
-    def directional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def per_axis(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Squares look the same from both sides."""
         return not self.square
 

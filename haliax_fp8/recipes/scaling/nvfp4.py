@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ..._jax.xla import actually_rounded
+from ..._jax.xla import force_cast
 from ..._numerics.checks import require_bool
 from ..._numerics.formats import E2M1, E4M3, Format, saturating_cast, spacing_of
 from ..._numerics.quantized_array import QuantizedArray, expand
@@ -74,7 +74,7 @@ class NVFP4Scaling(AbstractScaling):
         require_bool("per_device", self.per_device, of="NVFP4Scaling")
 
     @property
-    def directional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def per_axis(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Squares look the same from both sides."""
         return not self.square
 
@@ -130,7 +130,7 @@ def _block_scale(wanted: Float32[Array, "*blocks"], use: OperandUse) -> Float32[
         rounded = saturating_cast(wanted, E4M3)
     # This also keeps XLA's CPU compiler from evaluating a rotated operand that is a constant of the program, with
     # elements in the wrong order.
-    return actually_rounded(rounded).astype(jnp.float32)
+    return force_cast(rounded).astype(jnp.float32)
 
 
 def _scaled(x: Float32[Array, "*shape"], scale: Float32[Array, "*blocks"], block: tuple[int, ...]) -> Array:

@@ -52,7 +52,7 @@ class StaticScaling(AbstractScaling):
     margin: int = 0
 
     units: ClassVar[MatrixUnits] = FP8_UNITS
-    directional: ClassVar[bool] = False
+    per_axis: ClassVar[bool] = False
     cast_cost: ClassVar[CastCost] = COST_WITH_STORED_SCALE
 
     def __post_init__(self) -> None:

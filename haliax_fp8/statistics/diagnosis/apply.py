@@ -10,7 +10,7 @@ import haliax as hax
 from ..._numerics.formats import E4M3, E5M2
 from ..._op import Fp8DotGeneral
 from ..._state.op_state import OpState
-from ...layers.checks import require_layers, require_own_state
+from ...layers.checks import check_not_modified, require_layers
 from ...layers.config import default_rules
 from ...layers.rule import LayerRule
 from ...layers.walk import map_layers_in_stacks, named_ops, rule_of
@@ -68,7 +68,7 @@ def apply_remedies[M](
             f"remedies={remedies!r} of apply_remedies is not a collection of Remedy; use [Remedy.MARGIN], or "
             "leave it out to apply all"
         )
-    require_own_state(model)
+    check_not_modified(model)
     chosen: dict[str, list[Finding]] = {}
     for finding in diagnosis.findings:
         if finding.remedy is not Remedy.NONE and finding.remedy in remedies:

@@ -7,7 +7,7 @@ from typing import final
 
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
-class LeftOut:
+class Skipped:
     """The layers that a conversion left alone, and whether the last loss called the layer of this op.
 
     Equal to any other: models that differ in nothing else are the same program to JAX, and fit together in a tree map.
@@ -21,11 +21,11 @@ class LeftOut:
     uncalled: str | None = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LeftOut)
+        return isinstance(other, Skipped)
 
     def __hash__(self) -> int:
-        return hash(LeftOut)
+        return hash(Skipped)
 
     def __repr__(self) -> str:
         """Short: it stands in printed tree structures."""
-        return f"LeftOut({len(self.reasons)})"
+        return f"Skipped({len(self.reasons)})"
