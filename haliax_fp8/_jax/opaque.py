@@ -23,7 +23,6 @@ from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 from jaxtyping import Array
 
 from .errors import NotDifferentiable
-from .primitives import compile_alone
 from .private import needs
 
 
@@ -88,7 +87,7 @@ def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> 
         out_axes = _mapped_results(jaxpr, [axis is not None for axis in axes])
         return mapped()(*leaves, axes=tuple(axes), out_axes=out_axes, jaxpr=jaxpr), out_axes
 
-    compile_alone(primitive)
+    primitive.def_impl(_evaluated)
     primitive.def_abstract_eval(lambda *avals, jaxpr: jaxpr.out_avals)
     mlir.register_lowering(primitive, functools.partial(_lowered, name=primitive.name))
     ad.primitive_jvps[primitive] = functools.partial(jvp, primitive)
@@ -106,6 +105,21 @@ def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> 
 def _lowered(ctx: Any, *leaves: Any, name: str, jaxpr: Any) -> Any:
     # Ours is not called `call_jaxpr`: `checkify` binds primitives with such a parameter as JAX binds its own calls.
     return mlir.core_call_lowering(ctx, *leaves, name=name, call_jaxpr=jaxpr)
+
+
+def _evaluated(*leaves: Array, jaxpr: Any) -> Sequence[Array]:
+    """A traced function outside `jit`: compiled, also under `jax.disable_jit`.
+
+    Not the primitive itself: with `jax_debug_nans`, JAX runs a program that made a NaN again, operation by operation,
+    and would compile it again, without end.
+    """
+    with jax.disable_jit(False):
+        return _compiled(*leaves, jaxpr=jaxpr)
+
+
+@functools.partial(jax.jit, static_argnames="jaxpr")
+def _compiled(*leaves: Array, jaxpr: Any) -> Sequence[Array]:
+    return jaxpr_as_fun(jaxpr)(*leaves)
 
 
 def _traced(name: str, function: Callable[..., Any], of_leaves: Callable[..., Any], avals: Sequence[Any]) -> Any:
@@ -177,7 +191,7 @@ def on_one_device(function: Callable[..., Array], *arrays: Array) -> Array:
 
 _on_one_device_p = Primitive("fp8_on_one_device")
 _on_one_device_p.multiple_results = True
-compile_alone(_on_one_device_p)
+_on_one_device_p.def_impl(_evaluated)
 _on_one_device_p.def_abstract_eval(lambda *avals, jaxpr: jaxpr.out_avals)
 mlir.register_lowering(_on_one_device_p, functools.partial(_lowered, name=_on_one_device_p.name))
 batching.primitive_batchers[_on_one_device_p] = lambda arrays, axes, *, jaxpr: (

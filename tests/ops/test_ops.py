@@ -23,7 +23,7 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, 1e-37, 1e-30, 3e38, -3e38, np.inf, -np.i
 by_name = pytest.mark.parametrize
 over_fp8_dtypes = by_name("q_dtype", FP8_DTYPES, ids=lambda d: jnp.dtype(d).name)
 over_compute_dtypes = by_name("compute_dtype", [f32, bf16], ids=["f32", "bf16"])
-# Outside `jit`, JAX cannot add up cotangents of an element type that it does not know.
+# Outside `jit`, JAX has no arrays of an element type that it does not know.
 jitted = by_name("transform", [jax.jit], ids=["jit"])
 jitted_or_not = by_name("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
 over_ways_to_run = by_name(
@@ -180,6 +180,10 @@ def test_outputs_and_gradients_are_flax(name, transform, compute_dtype, state_sh
     for seed in range(2):
         args = random_values(seed, (16, 8), compute_dtype), random_values(seed + 9, (16, 8), compute_dtype)
         args = *args, *state_of(seed, state_shape)
+        if max_grad and transform is not jax.jit:
+            with pytest.raises(TypeError, match="outside of jax.jit.*Put jax.jit"):
+                ours(*args)
+            continue
         assert_same_bits(ours(*args), flaxs(*args))
 
 
@@ -359,9 +363,9 @@ def test_guide_deprecated_functions(operands):
 # --- Several uses of one state ----------------------------------------------------------------------------------------
 
 
-@over_ways_to_run
+@by_name("state_shape", [(), (1,)], ids=["scalar", "one"])
 @by_name("carried", [False, True], ids=["constant", "carried"])
-def test_scan_takes_the_maximum_over_its_steps(transform, state_shape, carried):
+def test_scan_takes_the_maximum_over_its_steps(state_shape, carried):
     """Three uses in a scan, by three steps: each gradient is the state after recording the largest of its uses."""
 
     def loss(xs, scale, history):
@@ -374,7 +378,7 @@ def test_scan_takes_the_maximum_over_its_steps(transform, state_shape, carried):
         carry = (jnp.zeros(()), scale, history) if carried else (jnp.zeros(()),)
         return jax.lax.scan(body, carry, xs)[0][0]
 
-    gradients = transform(jax.grad(loss, (1, 2)))
+    gradients = jax.jit(jax.grad(loss, (1, 2)))
     scale, history = jnp.ones(state_shape), jnp.zeros(3)
     for amax in (2.0, 3.0, 4.0):
         expected = ops.update_fp8_meta(jnp.asarray([amax], f32), e4m3, scale, history)
@@ -501,5 +505,5 @@ def test_numerics_can_be_read_without_haliax():
     ours = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 2}
     imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
     imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    assert ours == {"_numerics.formats", "_jax.max_grad", "_jax.keep_cast", "preflight"}
+    assert ours == {"_numerics.formats", "_jax.max_grad", "_jax.xla", "preflight"}
     assert not {name for name in imported if "haliax" in name}

@@ -204,7 +204,8 @@ def multiplied(implementation, x, w, sizes, recipe="delayed"):
         out = (jax.vmap(one) if x.ndim == 3 else one)(x, w, sizes)
         return (out.astype(jnp.float32) ** 2).sum(), out
 
-    gradients, out = filter_grad(lambda args: run(*args), has_aux=True)((op, x, w))
+    # Equinox's, operation by operation: a kernel that is interpreted cannot be part of a compiled program.
+    gradients, out = eqx.filter_grad(lambda args: run(*args), has_aux=True)((op, x, w))
     return out, gradients
 
 

@@ -126,7 +126,7 @@ def quantized_kernels(function):
 @pytest.mark.parametrize("recipe", fp8.recipes.named)
 def test_a_step_has_the_same_numbers(recipe):
     """With one scale per tensor in bfloat16, where scales are rounded up."""
-    dtype = jnp.bfloat16 if fp8.recipes.named[recipe].scales else jnp.float32
+    dtype = jnp.bfloat16 if fp8.recipes.named[recipe].scale_rounding else jnp.float32
     model, batch = fp8.cast_params(fp8_linear_layers(Model.init(), recipe=recipe), dtype), microbatches(dtype)
     if fp8.recipes.named[recipe].is_stateful:
         # Scales that are not powers of two.
