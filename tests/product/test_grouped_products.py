@@ -3,6 +3,7 @@
 import dataclasses
 import zlib
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import ml_dtypes
