@@ -1,4 +1,4 @@
-"""A second number next to each stored scale, which reveals state that anything but its own update changed.
+"""A second number next to each stored scale, which reveals state that anything but its own update modified.
 
 The guard is `sqrt(scale)`, coarsely: half of the bits of the scale rounded up to 4 significant bits. Three properties
 make it work:
@@ -18,12 +18,8 @@ from ..recipes.scaling.multiplier import round_up_words, words_of
 
 # The significant bits of the scale that a guard is made of.
 _BITS = 4
-
-
 # What halving the bits of 1.0 leaves to be added, so that its guard is 1.0.
 _HALF = np.uint32(np.float32(1.0).view(np.uint32) // 2)
-
-
 # The bits that are zero in every guard, the sign's among them.
 _OFF_GRID = np.uint32(1 << 31 | (1 << (23 - _BITS)) - 1)
 
@@ -35,7 +31,7 @@ _OFFSET = np.uint32((-2 * int(_HALF) - 1) % 2**32)
 
 _ZERO, _ONE = np.uint32(0), np.uint32(1)
 _INFINITY, _MINUS_INFINITY = (np.float32(x).view(np.uint32) for x in (np.inf, -np.inf))
-# What numbers without a guard are taken for. The words of NaN begin above infinity's; the guard that fits this one is
+# Stands for numbers that have no guard. The words of NaN begin above infinity's; the guard that fits this one is
 # not infinity's, nor that of the NaN that arithmetic gives (0x7FC00000), of zero, or of a negative number.
 _NO_SCALE = np.uint32(0x7F808000)
 
@@ -64,14 +60,14 @@ def fit(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Boo
         guard: The guards stored beside them.
     """
     # As words: it takes fewer operations, and a CPU takes subnormal numbers for zero.
-    words, of_guard = words_of(scale), words_of(guard)
+    words, guard_words = words_of(scale), words_of(guard)
     # NaN, zero and negative numbers, less one, are larger words than infinity's.
-    above = lax.sub(lax.shift_left(of_guard, _ONE), lax.min(lax.sub(words, _ONE), _NO_SCALE))
+    above = lax.sub(lax.shift_left(guard_words, _ONE), lax.min(lax.sub(words, _ONE), _NO_SCALE))
     near = lax.le(lax.add(above, _OFFSET), _WIDTH)
     consistent = lax.bitwise_and(near, is_on_grid(guard))
     without_sign = lax.shift_left(words, _ONE)
     special = lax.bitwise_or(lax.eq(without_sign, _ZERO), lax.eq(without_sign, _INFINITY << _ONE))
-    return lax.bitwise_or(consistent, lax.bitwise_and(special, lax.eq(words, of_guard)))
+    return lax.bitwise_or(consistent, lax.bitwise_and(special, lax.eq(words, guard_words)))
 
 
 def is_on_grid(guard: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:
@@ -87,7 +83,7 @@ def is_scaled_down(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shap
 
     Args:
         scale: The scales.
-        guard: What stands beside them.
+        guard: The guards stored beside them.
     """
     # Both may have been rounded: to bfloat16, or a scale to float16, where its last bit is 2**-24. A smaller scale is
     # not looked at; those of inputs and kernels, which were divided as well, are larger.
@@ -96,13 +92,13 @@ def is_scaled_down(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shap
 
 
 def is_modified(scale: np.ndarray, guard: np.ndarray) -> bool:
-    """Whether any scale has a guard that is not its own, by the same rule on the host.
+    """Whether any scale has a guard that does not fit it, by the rule of `fit`, on the host.
 
     The guard of a scale that is not calibrated yet may be infinite too: float16 does not hold it, if a model was cast.
     """
-    words, of_guard = (np.ascontiguousarray(x, np.float32).view(np.uint32) for x in (scale, guard))
-    near = (of_guard << _ONE) - (words - _ONE) + _OFFSET <= _WIDTH
-    consistent = near & ((of_guard & _OFF_GRID) == 0) & (words - _ONE < _INFINITY)
-    consistent |= (words == _INFINITY) & (of_guard == _INFINITY)
-    unreached = (words == of_guard) & ((words << _ONE == _ZERO) | (words == _MINUS_INFINITY))
+    words, guard_words = (np.ascontiguousarray(x, np.float32).view(np.uint32) for x in (scale, guard))
+    near = (guard_words << _ONE) - (words - _ONE) + _OFFSET <= _WIDTH
+    consistent = near & ((guard_words & _OFF_GRID) == 0) & (words - _ONE < _INFINITY)
+    consistent |= (words == _INFINITY) & (guard_words == _INFINITY)
+    unreached = (words == guard_words) & ((words << _ONE == _ZERO) | (words == _MINUS_INFINITY))
     return not bool((consistent | unreached).all())

@@ -1,4 +1,8 @@
-"""The marker type of state that gradients overwrite."""
+"""State: its marker type, the state of an op, and the checks of it.
+
+`OverwriteWithGradient` marks state in a model, and `OpState` is the state of every op. Below them is what ops and
+products require of the state they are called with, and the messages if it is missing.
+"""
 
 import abc
 import dataclasses
@@ -135,8 +139,8 @@ class OpState(OverwriteWithGradient):
             return array
         shared, axis, others = _as_float32(self.shared.array), array.ndim - 1, len(self.limits) - 1
         exact, rounded, rest = lax.split(array, (others, others, array.shape[-1] - 2 * others), axis)
-        of_exact, of_rounded = lax.split(shared, (1, 1), axis)
-        return lax.concatenate([of_exact, exact, of_rounded, rounded, rest], axis)
+        input_exact, input_rounded = lax.split(shared, (1, 1), axis)
+        return lax.concatenate([input_exact, exact, input_rounded, rounded, rest], axis)
 
     @property
     def record(self) -> Array:
@@ -196,7 +200,7 @@ class OpState(OverwriteWithGradient):
         return overwrite_states([self], [gradient])[0]
 
     def with_recipe(self, recipe: Recipe) -> "OpState":
-        """This state as a recipe updates it whose rows begin as these do, and may be longer."""
+        """This state extended for a recipe that stores more columns."""
         first, rows = first_table(recipe.scalings), unguarded(self.array)
         assert first is not None
         padding = [(0, 0)] * (rows.ndim - 1) + [(0, first.shape[1] - 1 - rows.shape[-1])]
@@ -216,6 +220,9 @@ class OpState(OverwriteWithGradient):
 
 def _as_float32(array: Array) -> Array:
     return array if is_max_grad(array) or array.dtype == np.float32 else to_float32(array)
+
+
+# --- Ops with state, and checks of what they are called with ----------------------------------------------------------
 
 
 class AbstractOp(ModuleWithStateDictSerialization):
@@ -239,7 +246,7 @@ KEEP_STATE_WITH_TRAINED = """Keep state with what is trained:
 then set the trained weights in spec to True, and split with eqx.partition(model, spec)."""
 """How to split a model, for messages about state that went with the frozen weights."""
 
-# What is in these folders is not the user's, whom a warning should point at.
+# Frames in these folders are skipped, so that a warning points at the user's code.
 _LIBRARIES = tuple(
     str(pathlib.Path(file).parent) for file in (pathlib.Path(__file__).parent, jax.__file__, eqx.__file__)
 )

@@ -1,4 +1,4 @@
-"""Records: scales in, amaxes out. What a product takes from an op's table, and what it returns for it.
+"""Records: scales in, amaxes out. What a product reads in place of its op's table, and its cotangent.
 
 A record is one array, `[*ensemble, record_length]`. Into a product go scales; out of it comes, as the record's
 cotangent, what was measured:
@@ -10,7 +10,7 @@ With several numbers per operand, the cotangent has those of x first, then those
 its scales. Its cotangent is `-inf` where the loss did not reach the product: what JAX fills in where it adds cotangents
 by maximum.
 
-Nobody reads the spare. With it XLA takes the slices of a stacked layer's scales in one launch, and joins reductions of
+The spare is never read. With it XLA takes the slices of a stacked layer's scales in one launch, and joins reductions of
 several layers: 286 launches instead of 297 in a step of two stacked blocks on an H100.
 """
 
@@ -40,8 +40,8 @@ from ..recipes.scaling.base import AbstractScaling
 from .table import measured_in_record, next_table, numbers_of, record_length, scales_in
 
 
-# What was measured of parts of an operand: `[*ensemble, numbers, parts]`, with as many parts as the operand has.
-type Parts = Array
+# What was measured of an operand's parts, `[*ensemble, numbers, parts]`. The number of parts depends on the operand.
+type MeasuredParts = Array
 
 
 # Opaque, so that layers share one trace.
@@ -88,8 +88,8 @@ def operand_scales(record: Array, *, exact: bool) -> tuple[Array, Array, Array]:
     return x, w, g
 
 
-def pack(record: Array, measured: Sequence[Parts]) -> Parts:
-    """A record, and below it what was measured: one array, because a scan stacks each array that it keeps.
+def pack(record: Array, measured: Sequence[MeasuredParts]) -> MeasuredParts:
+    """A record and what was measured, as one array, because a scan stacks each array that it saves.
 
     Args:
         record: As it entered the product.
@@ -99,7 +99,7 @@ def pack(record: Array, measured: Sequence[Parts]) -> Parts:
 
 
 class StateResiduals(NamedTuple):
-    """A record and what was measured, as the backward pass finds them.
+    """State residuals, unpacked: a record and what the forward pass measured.
 
     Args:
         scales: The record, `[*ensemble, length]`.
@@ -108,36 +108,46 @@ class StateResiduals(NamedTuple):
     """
 
     scales: Array
-    spare: Parts
-    measured: Parts
+    spare: MeasuredParts
+    measured: MeasuredParts
 
 
-def unpack(kept: Parts, length: int) -> StateResiduals:
+def unpack(packed: MeasuredParts, length: int) -> StateResiduals:
     """The inverse of `pack`.
 
     Args:
-        kept: What `pack` returned.
+        packed: What `pack` returned.
         length: The length of the record.
     """
-    axis = kept.ndim - 2
-    record, measured = lax.split(kept, (length, kept.shape[axis] - length), axis)
+    axis = packed.ndim - 2
+    record, measured = lax.split(packed, (length, packed.shape[axis] - length), axis)
     spare = lax.slice_in_dim(record, length - 1, length, axis=axis)
     return StateResiduals(to_float32(lax.index_in_dim(record, 0, axis + 1, keepdims=False)), spare, measured)
 
 
-def measured_in_product(kept: StateResiduals, of_grad: Parts) -> Float32[Array, "*ensemble length"]:
+def measured_in_product(residuals: StateResiduals, output_grad: MeasuredParts) -> Float32[Array, "*ensemble length"]:
     """What a product measured, as long as its record.
 
     Args:
-        kept: What the forward pass kept.
-        of_grad: What was measured of the output's gradient.
+        residuals: The state residuals of the forward pass.
+        output_grad: What was measured of the output gradient.
     """
-    measured = [kept.measured, of_grad]
+    measured = [residuals.measured, output_grad]
     # Repeated where a record has room for two scales of each operand; the second copy is not read.
-    times = kept.scales.shape[-1] // sum([x.shape[-2] for x in measured])
-    whole = _joined([*measured * times, kept.spare])
+    times = residuals.scales.shape[-1] // sum([x.shape[-2] for x in measured])
+    whole = _joined([*measured * times, residuals.spare])
     axes = (whole.ndim - 1,)
     return to_float32(lax.squeeze(whole, axes) if whole.shape[-1] == 1 else lax.reduce_max(whole, axes))
+
+
+def _joined(measured: Sequence[Array]) -> MeasuredParts:
+    """The measurements of several operands as one array; those with fewer parts are padded with `-inf`."""
+    if len({x.dtype for x in measured}) > 1:
+        measured = [to_float32(x) for x in measured]
+    axis, parts = measured[0].ndim - 2, max([x.shape[-1] for x in measured])
+    none = [(0, 0, 0)] * (axis + 1)
+    fill = lambda x: lax.pad(x, np.asarray(-np.inf, x.dtype), [*none, (0, parts - x.shape[-1], 0)])
+    return lax.concatenate([x if x.shape[-1] == parts else fill(x) for x in measured], axis)
 
 
 def cotangent(measured: Float32[Array, "*ensemble length"], tangent: Any) -> Array:
@@ -171,25 +181,7 @@ def _unchecked(axes: tuple[str, ...]) -> str:
     )
 
 
-def _joined(measured: Sequence[Array]) -> Parts:
-    """The measurements of several operands as one array; those with fewer parts are padded with `-inf`."""
-    if len({x.dtype for x in measured}) > 1:
-        measured = [to_float32(x) for x in measured]
-    axis, parts = measured[0].ndim - 2, max([x.shape[-1] for x in measured])
-    none = [(0, 0, 0)] * (axis + 1)
-    fill = lambda x: lax.pad(x, np.asarray(-np.inf, x.dtype), [*none, (0, parts - x.shape[-1], 0)])
-    return lax.concatenate([x if x.shape[-1] == parts else fill(x) for x in measured], axis)
-
-
-def repeated(record: Array, size: int) -> Array:
-    """The record for each of several members that share one state, `[size, ...]`; its transpose takes their maximum.
-
-    `vmap` makes members where each example has a key of its own.
-    """
-    return repeated_p.bind(record, size=size, axis=0)
-
-
-# --- For gradients that somebody else takes ---------------------------------------------------------------------------
+# --- For gradients taken without `filter_grad` ------------------------------------------------------------------------
 
 
 def record_of_table(
@@ -213,7 +205,6 @@ def record_of_table(
 record_of_table_p = Primitive("fp8_record_of_table")
 record_of_table_tangent_p = Primitive("fp8_record_of_table_tangent")
 next_table_p = Primitive("fp8_next_table")
-repeated_p = Primitive("fp8_repeated_record")
 
 
 def _record(table: Array, **static: Any) -> Array:
@@ -222,7 +213,7 @@ def _record(table: Array, **static: Any) -> Array:
 
 
 def _tangent(tangent: Array, table: Array, **static: Any) -> Array:
-    """Zeros: in forward mode, a product takes scales for constants."""
+    """Zeros: in forward mode, a product treats scales as constants."""
     del tangent
     return lax.full_like(_record(table, **static), 0.0)
 
@@ -275,18 +266,32 @@ def _next_table_batch(args: Any, axes: Any, **static: Any) -> tuple[Array, int]:
 
     JAX sums them if a `jax.custom_vjp` is mapped, and so does a user who maps a gradient. A mean reveals itself.
     """
-    (table, record), (of_table, of_record) = args, axes
-    if of_table is not None:
+    (table, record), (table_axis, record_axis) = args, axes
+    if table_axis is not None:
         return _batch(next_table_p, args, axes, **static)
-    new = next_table_p.bind(table, lax.reduce_max(record, (of_record,)), **static)
-    others = (0, record.shape[of_record] - 1, 0)
-    return lax.pad(lax.expand_dims(new, (0,)), np.float32(0.0), [others, *[(0, 0, 0)] * new.ndim]), 0
+    new = next_table_p.bind(table, lax.reduce_max(record, (record_axis,)), **static)
+    zeros = (0, record.shape[record_axis] - 1, 0)
+    return lax.pad(lax.expand_dims(new, (0,)), np.float32(0.0), [zeros, *[(0, 0, 0)] * new.ndim]), 0
 
 
 def _next_table_jvp(primals: Any, tangents: Any, **static: Any) -> tuple[Array, Any]:
     del tangents
     table = next_table_p.bind(*primals, **static)
     return table, _zero(table)
+
+
+# --- One record for several replicas of a state -----------------------------------------------------------------------
+
+
+def repeated(record: Array, size: int) -> Array:
+    """The record for each of several replicas of a state, `[size, ...]`; its transpose takes the maximum over them.
+
+    `vmap` makes replicas if each example has a random key of its own.
+    """
+    return repeated_p.bind(record, size=size, axis=0)
+
+
+repeated_p = Primitive("fp8_repeated_record")
 
 
 def _repeat(record: Array, *, size: int, axis: int) -> Array:
@@ -317,6 +322,9 @@ def _repeated_transpose(cotangent: Any, record: Any, *, size: int, axis: int) ->
 
 def _repeated_batch(args: Any, axes: Any, *, size: int, axis: int) -> tuple[Array, int]:
     return repeated_p.bind(to_front(args[0], axes[0], args[0].shape[axes[0]], 0), size=size, axis=axis + 1), 0
+
+
+# --- Registration -----------------------------------------------------------------------------------------------------
 
 
 for _primitive, _function, _aval, _jvp in (

@@ -23,6 +23,9 @@ from .guard import fit, guard_of, guard_on_host, is_on_grid, is_scaled_down
 type Table = Float32[Array, "*ensemble operands columns"]
 
 
+# --- Its shape --------------------------------------------------------------------------------------------------------
+
+
 def first_table(scalings: tuple[AbstractScaling, ...]) -> np.ndarray | None:
     """The table before the first step; None if no scaling keeps state. A stateless operand has a row, of scale 1."""
     memories = [scaling.memory for scaling in scalings]
@@ -46,26 +49,39 @@ def unguarded(table: Array) -> Array:
     return lax.slice_in_dim(table, 0, table.shape[-1] - 1, axis=table.ndim - 1)
 
 
+@functools.cache
+def numbers_of(scalings: tuple[AbstractScaling, ...]) -> int:
+    """How many numbers a step records of each operand."""
+    return max(0 if scaling.memory is None else scaling.memory.numbers for scaling in scalings)
+
+
+@functools.cache
+def record_length(scalings: tuple[AbstractScaling, ...]) -> int:
+    """How many numbers a record has: exact scales, then rounded ones; as a cotangent, what a step measured; a spare."""
+    return max(2, numbers_of(scalings)) * len(scalings) + 1
+
+
+# --- Scales, as products take them ------------------------------------------------------------------------------------
+
+
 def scales_in(table: Array, limits: Sequence[float]) -> Float32[Array, "*ensemble ops numbers"]:
     """The scales of ops as products take them: for each op first the exact ones, then the same rounded up.
 
-    They are NaN where something else changed the row, and 1 where a step did not reach it. For ops with other operands
-    than a product's three, both are the exact scales: these are not multiplied in bfloat16.
+    They are NaN in rows that anything but their own update changed, and 1 where a step did not reach the row. For ops
+    with other operands than a product's three, both are the exact scales: these are not multiplied in bfloat16.
 
     Args:
         table: `[*ensemble, ops * operands, columns]`.
         limits: The largest value of each operand's format.
     """
     axis, rows, operands = table.ndim - 1, table.shape[-2], len(limits)
-    of_ops, both = ((*table.shape[:-2], rows // operands, count, operands) for count in (1, 2))
-    scale, guard = [
-        lax.reshape(lax.slice_in_dim(table, i, i + 1, axis=axis), of_ops) for i in (0, table.shape[axis] - 1)
-    ]
-    own = fit(scale, guard)
+    once, twice = ((*table.shape[:-2], rows // operands, count, operands) for count in (1, 2))
+    scale, guard = [lax.reshape(lax.slice_in_dim(table, i, i + 1, axis=axis), once) for i in (0, table.shape[axis] - 1)]
+    unmodified = fit(scale, guard)
     scale = positive_or_one(scale)  # Others than those of rows that a step did not reach are NaN below.
-    repeated = lambda x: lax.broadcast_in_dim(x, both, range(len(both)))
+    repeated = lambda x: lax.broadcast_in_dim(x, twice, range(len(twice)))
     scales = _multipliable(scale, limits[-1]) if operands == 3 else repeated(scale)
-    scales = lax.select(repeated(own), scales, lax.full_like(scales, np.nan))
+    scales = lax.select(repeated(unmodified), scales, lax.full_like(scales, np.nan))
     return lax.reshape(scales, (*table.shape[:-2], rows // operands, 2 * operands))
 
 
@@ -85,59 +101,16 @@ def _multipliable(scale: Float32[Array, "*ops 1 3"], limit: float) -> Float32[Ar
     axis, words = scale.ndim - 1, words_of(scale)
     exact = [lax.slice_in_dim(words, i, i + 1, axis=axis) for i in range(3)]
     rounded = map(round_up_words, exact, SCALE_BITS.values())
-    of_input, of_kernel, of_grad = [lax.concatenate(both, axis - 1) for both in zip(exact, rounded, strict=True)]
+    input, kernel, output_grad = [lax.concatenate(both, axis - 1) for both in zip(exact, rounded, strict=True)]
     # A power of two, by its exponent: exact, and a scale of a few bits remains one.
-    exponent = lax.bitwise_and(lax.min(of_input, of_kernel), np.uint32(0xFF << 23))
+    exponent = lax.bitwise_and(lax.min(input, kernel), np.uint32(0xFF << 23))
     lowest = lax.sub(np.uint32((2 * 127 - 126) << 23), lax.min(exponent, np.uint32(127 << 23)))
-    highest = lax.add(of_grad, np.uint32((np.frexp(limit)[1] - 1) << 23))
-    of_grad = lax.max(of_grad, lax.min(lowest, highest))
-    return lax.bitcast_convert_type(lax.concatenate([of_input, of_kernel, of_grad], axis), np.float32)
+    highest = lax.add(output_grad, np.uint32((np.frexp(limit)[1] - 1) << 23))
+    output_grad = lax.max(output_grad, lax.min(lowest, highest))
+    return lax.bitcast_convert_type(lax.concatenate([input, kernel, output_grad], axis), np.float32)
 
 
-@functools.cache
-def record_length(scalings: tuple[AbstractScaling, ...]) -> int:
-    """How many numbers a record has: exact scales, then rounded ones; as a cotangent, what a step measured; a spare."""
-    return max(2, numbers_of(scalings)) * len(scalings) + 1
-
-
-@functools.cache
-def numbers_of(scalings: tuple[AbstractScaling, ...]) -> int:
-    """How many numbers a step records of each operand."""
-    return max(0 if scaling.memory is None else scaling.memory.numbers for scaling in scalings)
-
-
-def next_table(
-    table: Array, measured: Array | None, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
-) -> Array:
-    """The table of the next step; rows that anything but their own update has changed stay.
-
-    Args:
-        table: This step's, `[*ensemble, operands, columns]`.
-        measured: What the step measured, `[*ensemble, operands, numbers]`; None if nothing is.
-        scalings: The scaling of each operand.
-        limits: The largest value of each operand's format.
-    """
-    own = lax.broadcast_in_dim(_is_unmodified(table), table.shape, range(table.ndim))
-    return lax.select(own, _updated(table, measured, scalings, limits), table)
-
-
-def _updated(
-    table: Array, measured: Array | None, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
-) -> Array:
-    operands, rows = table.ndim - 2, {}
-    for memory, members in _rows_by_memory(scalings).items():
-        if memory.numbers == 0 or measured is None:
-            continue
-        width = len(memory.first_row)
-        old = _rows_of(table, members, width)
-        new = memory.update(old, _rows_of(measured, members, memory.numbers), tuple(limits[row] for row in members))
-        new = guarded(lax.concatenate([new, _rows_of(table, members, table.shape[-1] - 1, start=width)], operands + 1))
-        if len(members) == len(scalings):
-            return new
-        rows |= {row: lax.slice_in_dim(new, i, i + 1, axis=operands) for i, row in enumerate(members)}
-    kept = (row for row in range(len(scalings)) if row not in rows)
-    rows |= {row: lax.slice_in_dim(table, row, row + 1, axis=operands) for row in kept}
-    return lax.concatenate([rows[row] for row in range(len(scalings))], operands)
+# --- What a step measured ---------------------------------------------------------------------------------------------
 
 
 class Measured(NamedTuple):
@@ -181,7 +154,7 @@ def measured_in_gradient(
     Args:
         gradient: Tables, as `next_table` would have made them.
         scalings: The scaling of each operand of an op.
-        before: The tables of this step; with them, averages of gradients are noticed too.
+        before: The tables of this step; with them, averages of gradients are detected too.
     """
     axis, count = gradient.ndim - 2, len(scalings)
     scale, guard = gradient[..., :1], gradient[..., -1:]
@@ -190,21 +163,19 @@ def measured_in_gradient(
         scaled_down = lax.bitwise_or(scaled_down, _is_averaged(gradient, before, scalings))
     # A guard is a root: float16 holds it, as 2**-24 or more, where it rounds the scale to zero.
     has_scale = jnp.isfinite(scale) & ((scale > 0.0) | (guard > 2.0**-25))
-    recorded = {memory: rows for memory, rows in _rows_by_memory(scalings).items() if memory.numbers}
+    recording = {memory: rows for memory, rows in _rows_by_memory(scalings).items() if memory.numbers}
     ops = range(gradient.shape[axis] // count)
-    parts: dict[int, tuple[Array, Array]] = {}
-    for memory, members in recorded.items():
-        rows = tuple(op * count + row for op in ops for row in members)
-        of_rows = _rows_of(gradient, rows, len(memory.first_row))
-        newest = memory.newest(of_rows)
+    parts: dict[int, tuple[Array, ...]] = {}
+    for memory, op_rows in recording.items():
+        rows = tuple(op * count + row for op in ops for row in op_rows)
+        newest = memory.newest(_select_rows(gradient, rows, len(memory.first_row)))
         finite = jnp.isfinite(newest) & (newest >= 0.0)
-        reached = _rows_of(has_scale, rows, 1) & finite.all(axis=-1, keepdims=True)
-        if len(recorded) == 1 and len(members) == count:
+        reached = _select_rows(has_scale, rows, 1) & finite.all(axis=-1, keepdims=True)
+        if len(recording) == 1 and len(op_rows) == count:
             return Measured(newest, reached, scaled_down)
         newest = jnp.pad(newest, [(0, 0)] * (axis + 1) + [(0, numbers_of(scalings) - memory.numbers)])
         for i, row in enumerate(rows):
-            of_row = [lax.slice_in_dim(x, i, i + 1, axis=axis) for x in (newest, reached)]
-            parts[row] = of_row[0], of_row[1]
+            parts[row] = tuple(lax.slice_in_dim(x, i, i + 1, axis=axis) for x in (newest, reached))
     nothing = jnp.zeros((*gradient.shape[:axis], 1, max(1, numbers_of(scalings))), jnp.float32)
     missing = nothing, jnp.zeros((*gradient.shape[:axis], 1, 1), bool)
     newest, reached = (
@@ -220,7 +191,7 @@ def _is_averaged(gradient: Array, before: Array, scalings: tuple[AbstractScaling
     a multiple of it, and a mean what one gradient has, but not the guard of its scale. If the scales do not differ, the
     amaxes do not matter to them, and a mean passes. So it does if nothing was recorded in the step before.
     """
-    memory = _of_all(scalings)
+    memory = _common_memory(scalings)
     tail = [] if memory is None else [x for x in memory.tail(unguarded(before)) if x.shape[-1]]
     is_guard = is_on_grid(gradient[..., -1:])
     if not tail:
@@ -231,7 +202,7 @@ def _is_averaged(gradient: Array, before: Array, scalings: tuple[AbstractScaling
 
 
 def without_modified_rows(table: Array, measured: Measured) -> Measured:
-    """What was measured; a row that something else changed stays, so that its next use reveals the change.
+    """What was measured, without rows that anything but their own update changed: their next use reveals the change.
 
     Args:
         table: This step's, `[*ensemble, ops * operands, columns]`.
@@ -240,46 +211,95 @@ def without_modified_rows(table: Array, measured: Measured) -> Measured:
     return measured._replace(reached=lax.bitwise_and(measured.reached, _is_unmodified(table)))
 
 
+# --- The table of the next step ---------------------------------------------------------------------------------------
+
+
+def next_table(
+    table: Array, measured: Array | None, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
+) -> Array:
+    """The table of the next step; rows that anything but their own update changed stay as they are.
+
+    Args:
+        table: This step's, `[*ensemble, operands, columns]`.
+        measured: What the step measured, `[*ensemble, operands, numbers]`; None if nothing is.
+        scalings: The scaling of each operand.
+        limits: The largest value of each operand's format.
+    """
+    unmodified = lax.broadcast_in_dim(_is_unmodified(table), table.shape, range(table.ndim))
+    return lax.select(unmodified, _updated(table, measured, scalings, limits), table)
+
+
 def table_delta(
     table: Array, measured: Measured, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
 ) -> Array:
-    """What a step changes in tables and has to be computed from several columns; the rest moves element by element.
+    """The part of the update that needs a reduction: the new scale and the newest amax of each row.
+
+    `apply_delta` moves the rest of a row, element by element.
 
     Args:
         table: This step's, `[*ensemble, ops * operands, columns]`.
-        measured: What the step measured. A row that was scaled down counts as changed by something else from then on.
+        measured: What the step measured. A row that was scaled down gets a scale that fits no guard.
         scalings: The scaling of each operand of an op.
         limits: The largest value of each operand's format.
 
     Returns:
-        For each row whether it changes, and the first columns of the new one.
+        For each row whether the step reached it, then the first columns of the new row.
     """
-    changes = lax.convert_element_type(measured.reached, jnp.float32)
+    reached = lax.convert_element_type(measured.reached, jnp.float32)
     heads = _heads(table, measured.numbers, scalings, limits)
     if measured.scaled_down is not None:
         # A negative scale fits no guard. NaN would stop `jax_debug_nans` here, where nothing is wrong.
-        spoiled = lax.broadcast_in_dim(measured.scaled_down, heads.shape, range(heads.ndim))
-        heads = lax.select(spoiled, lax.full_like(heads, -1.0), heads)
-    return lax.concatenate([changes, heads], table.ndim - 1)
+        scaled_down = lax.broadcast_in_dim(measured.scaled_down, heads.shape, range(heads.ndim))
+        heads = lax.select(scaled_down, lax.full_like(heads, -1.0), heads)
+    return lax.concatenate([reached, heads], table.ndim - 1)
 
 
-def apply_delta(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], fill_value: float | None) -> Array:
+def _heads(table: Array, measured: Array, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]) -> Array:
+    """The first columns after a step."""
+    ops = table.shape[-2] // len(scalings)
+    if (memory := _common_memory(scalings)) is not None:
+        measured = lax.slice_in_dim(measured, 0, memory.numbers, axis=measured.ndim - 1)
+        return memory.head(unguarded(table), measured, tuple(limits) * ops)
+    in_ops = lambda x: lax.reshape(x, (*x.shape[:-2], ops, len(scalings), x.shape[-1]))
+    new = _updated(in_ops(table), in_ops(measured), scalings, limits)
+    return unguarded(lax.reshape(new, table.shape))
+
+
+def apply_delta(table: Array, delta: Array, scalings: tuple[AbstractScaling, ...], fill_value: float | None) -> Array:
     """The table of the next step, from what `table_delta` returned.
 
     Args:
         table: This step's.
-        change: Its rows of the change.
+        delta: Its rows of the delta.
         scalings: The scaling of each operand of an op.
-        fill_value: What stands in rows that do not change; None for what stands there now.
+        fill_value: Value for rows that the step did not reach; None keeps them.
     """
     axis = table.ndim - 1
-    changes = lax.slice_in_dim(change, 0, 1, axis=axis)
-    changes = lax.gt(changes, np.float32(0.0))
-    head, memory = lax.slice_in_dim(change, 1, None, axis=axis), _of_all(scalings)
+    reached = lax.gt(lax.slice_in_dim(delta, 0, 1, axis=axis), np.float32(0.0))
+    head, memory = lax.slice_in_dim(delta, 1, None, axis=axis), _common_memory(scalings)
     tail = [] if memory is None else memory.tail(unguarded(table))
     new = side_by_side([head, *tail, guard_of(lax.slice_in_dim(head, 0, 1, axis=axis))])
-    kept = table if fill_value is None else lax.full_like(table, fill_value)
-    return lax.select(lax.broadcast_in_dim(changes, table.shape, range(table.ndim)), new, kept)
+    unreached = table if fill_value is None else lax.full_like(table, fill_value)
+    return lax.select(lax.broadcast_in_dim(reached, table.shape, range(table.ndim)), new, unreached)
+
+
+def _updated(
+    table: Array, measured: Array | None, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
+) -> Array:
+    axis, new_rows = table.ndim - 2, {}
+    for memory, rows in _rows_by_memory(scalings).items():
+        if memory.numbers == 0 or measured is None:
+            continue
+        width = len(memory.first_row)
+        old = _select_rows(table, rows, width)
+        new = memory.update(old, _select_rows(measured, rows, memory.numbers), tuple(limits[row] for row in rows))
+        new = guarded(lax.concatenate([new, _select_rows(table, rows, table.shape[-1] - 1, start=width)], axis + 1))
+        if len(rows) == len(scalings):
+            return new
+        new_rows |= {row: lax.slice_in_dim(new, i, i + 1, axis=axis) for i, row in enumerate(rows)}
+    unchanged = [row for row in range(len(scalings)) if row not in new_rows]
+    new_rows |= {row: lax.slice_in_dim(table, row, row + 1, axis=axis) for row in unchanged}
+    return lax.concatenate([new_rows[row] for row in range(len(scalings))], axis)
 
 
 def _is_unmodified(table: Array) -> Array:
@@ -288,19 +308,8 @@ def _is_unmodified(table: Array) -> Array:
     return fit(*[lax.slice_in_dim(table, i, i + 1, axis=axis) for i in (0, table.shape[axis] - 1)])
 
 
-def _heads(table: Array, measured: Array, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]) -> Array:
-    """The first columns after a step."""
-    ops = table.shape[-2] // len(scalings)
-    if (memory := _of_all(scalings)) is not None:
-        measured = lax.slice_in_dim(measured, 0, memory.numbers, axis=measured.ndim - 1)
-        return memory.head(unguarded(table), measured, tuple(limits) * ops)
-    in_ops = lambda x: lax.reshape(x, (*x.shape[:-2], ops, len(scalings), x.shape[-1]))
-    new = _updated(in_ops(table), in_ops(measured), scalings, limits)
-    return unguarded(lax.reshape(new, table.shape))
-
-
 @functools.cache
-def _of_all(scalings: tuple[AbstractScaling, ...]) -> AbstractMemory | None:
+def _common_memory(scalings: tuple[AbstractScaling, ...]) -> AbstractMemory | None:
     """The memory of all operands, if they have the same and it records."""
     first = scalings[0].memory
     same = all(scaling.memory == first for scaling in scalings)
@@ -309,17 +318,18 @@ def _of_all(scalings: tuple[AbstractScaling, ...]) -> AbstractMemory | None:
 
 def _rows_by_memory(scalings: tuple[AbstractScaling, ...]) -> dict[AbstractMemory, tuple[int, ...]]:
     """The rows of each memory: rows with the same one are updated at once."""
-    found: dict[AbstractMemory, tuple[int, ...]] = {}
+    rows: dict[AbstractMemory, tuple[int, ...]] = {}
     for row, scaling in enumerate(scalings):
         if scaling.memory is not None:
-            found[scaling.memory] = (*found.get(scaling.memory, ()), row)
-    return found
+            rows[scaling.memory] = (*rows.get(scaling.memory, ()), row)
+    return rows
 
 
-def _rows_of(table: Array, rows: tuple[int, ...], end: int, start: int = 0) -> Array:
-    operands = table.ndim - 2
+def _select_rows(table: Array, rows: tuple[int, ...], end: int, start: int = 0) -> Array:
+    """Some rows of a table, from one column to another."""
+    axis = table.ndim - 2
     if start or end < table.shape[-1]:
-        table = lax.slice_in_dim(table, start, end, axis=operands + 1)
-    if rows == tuple(range(table.shape[operands])):
+        table = lax.slice_in_dim(table, start, end, axis=axis + 1)
+    if rows == tuple(range(table.shape[axis])):
         return table
-    return lax.concatenate([lax.slice_in_dim(table, row, row + 1, axis=operands) for row in rows], operands)
+    return lax.concatenate([lax.slice_in_dim(table, row, row + 1, axis=axis) for row in rows], axis)
