@@ -107,7 +107,7 @@ def _lowered(ctx: Any, *leaves: Any, name: str, jaxpr: Any) -> Any:
     return mlir.core_call_lowering(ctx, *leaves, name=name, call_jaxpr=jaxpr)
 
 
-def _evaluated(*leaves: Array, jaxpr: Any) -> Sequence[Array]:
+def _evaluated(*leaves: Any, jaxpr: Any) -> Sequence[Array]:
     """A traced function outside `jit`: compiled, also under `jax.disable_jit`.
 
     Not the primitive itself: with `jax_debug_nans`, JAX runs a program that made a NaN again, operation by operation,
@@ -118,7 +118,7 @@ def _evaluated(*leaves: Array, jaxpr: Any) -> Sequence[Array]:
 
 
 @functools.partial(jax.jit, static_argnames="jaxpr")
-def _compiled(*leaves: Array, jaxpr: Any) -> Sequence[Array]:
+def _compiled(*leaves: Any, jaxpr: Any) -> Sequence[Array]:
     return jaxpr_as_fun(jaxpr)(*leaves)
 
 
