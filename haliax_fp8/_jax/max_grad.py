@@ -47,7 +47,7 @@ class max_grad_beside_keys(jax.dtypes.extended):
 
 
 class StateOutsideJit(TypeError):
-    """State in `fp32_max_grad` was about to leave a compiled program; there are no arrays of that type outside."""
+    """State in `fp32_max_grad` was used outside a compiled program, where JAX has no arrays of that type."""
 
     def __init__(self) -> None:
         super().__init__(
