@@ -92,8 +92,8 @@ def lower_after_partitioning(
         )
     call = custom_partitioning(lambda *arrays: part(*arrays))
 
-    def divided(*of_call: Any) -> Any:
-        mesh, on_each, *shardings = partition(part, *of_call)
+    def divided(*avals: Any) -> Any:
+        mesh, on_each, *shardings = partition(part, *avals)
         return mesh, _outside_of_mesh(on_each), *shardings
 
     call.def_partition(partition=divided, sharding_rule=rule, **sizes)
@@ -117,34 +117,6 @@ def _evenly(mesh: Any, x: Array) -> Array:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def can_divide_calls(context: Any) -> bool:
-    """Whether a program's compiler asks JAX how to divide a custom call; TPU compilers do not."""
-    return "tpu" not in platforms_of(context)
-
-
-def platforms_of(context: Any) -> tuple[str, ...]:
-    """The platforms that a program is lowered for: `cpu`, `cuda`, `rocm`, `tpu`; with `jax.export` perhaps several."""
-    return tuple(context.platforms or context.module_context.platforms)
-
-
-def devices_of(context: Any) -> int:
-    """The number of devices that a program is lowered for, from the context of a primitive's lowering rule."""
-    axes = context.module_context.axis_context
-    if isinstance(axes, SPMDAxisContext):
-        return axes.mesh.size
-    return axes.num_devices if isinstance(axes, ShardingContext) else 1
-
-
-def has_its_part(context: Any) -> bool:
-    """Whether a primitive is lowered inside a `shard_map` over the whole mesh, where each device has its own arrays."""
-    axes = context.module_context.axis_context
-    return isinstance(axes, SPMDAxisContext) and not _left_to_xla(axes)
-
-
-def _left_to_xla(axes: SPMDAxisContext) -> list[str]:
-    return [axis for axis in axes.mesh.axis_names if axis not in axes.manual_axes and axes.mesh.shape[axis] > 1]
-
-
 def _outside_of_mesh(function: Callable[..., Array]) -> Callable[..., Array]:
     """`function`, called so that its arrays' types do not mention a mesh with explicit axes, even if one is set."""
 
@@ -154,21 +126,6 @@ def _outside_of_mesh(function: Callable[..., Array]) -> Callable[..., Array]:
             return function(*arrays)
 
     return call
-
-
-def is_divided_by_shardy(context: Any) -> bool:
-    """Whether a primitive is lowered for several devices, over which Shardy, XLA's partitioner, divides the program."""
-    axes = context.module_context.axis_context
-    return isinstance(axes, ShardingContext) and axes.num_devices > 1 and jax.config.jax_use_shardy_partitioner
-
-
-def knows_devices(context: Any) -> bool:
-    """Whether a primitive is lowered for several known devices, over which XLA will divide it as told."""
-    if not is_divided_by_shardy(context):
-        return False
-    _registered()
-    axes = context.module_context.axis_context
-    return can_divide_calls(context) and axes.device_assignment is not None and axes.abstract_mesh is not None
 
 
 def lower_with_devices(*primitives: Primitive) -> None:
@@ -190,3 +147,49 @@ def _registered() -> set[Primitive]:
         from jax._src import dispatch
 
         return dispatch.prim_requires_devices_during_lowering
+
+
+# --- What a program is lowered for, from the context of a primitive's lowering rule -----------------------------------
+
+
+def platforms_of(context: Any) -> tuple[str, ...]:
+    """The platforms that a program is lowered for: `cpu`, `cuda`, `rocm`, `tpu`; with `jax.export` perhaps several."""
+    return tuple(context.platforms or context.module_context.platforms)
+
+
+def devices_of(context: Any) -> int:
+    """The number of devices that a program is lowered for, from the context of a primitive's lowering rule."""
+    axes = context.module_context.axis_context
+    if isinstance(axes, SPMDAxisContext):
+        return axes.mesh.size
+    return axes.num_devices if isinstance(axes, ShardingContext) else 1
+
+
+def can_divide_calls(context: Any) -> bool:
+    """Whether a program's compiler asks JAX how to divide a custom call; TPU compilers do not."""
+    return "tpu" not in platforms_of(context)
+
+
+def knows_devices(context: Any) -> bool:
+    """Whether a primitive is lowered for several known devices, over which XLA will divide it as told."""
+    if not is_divided_by_shardy(context):
+        return False
+    _registered()
+    axes = context.module_context.axis_context
+    return can_divide_calls(context) and axes.device_assignment is not None and axes.abstract_mesh is not None
+
+
+def is_divided_by_shardy(context: Any) -> bool:
+    """Whether a primitive is lowered for several devices, over which Shardy, XLA's partitioner, divides the program."""
+    axes = context.module_context.axis_context
+    return isinstance(axes, ShardingContext) and axes.num_devices > 1 and jax.config.jax_use_shardy_partitioner
+
+
+def has_its_part(context: Any) -> bool:
+    """Whether a primitive is lowered inside a `shard_map` over the whole mesh, where each device has its own arrays."""
+    axes = context.module_context.axis_context
+    return isinstance(axes, SPMDAxisContext) and not _left_to_xla(axes)
+
+
+def _left_to_xla(axes: SPMDAxisContext) -> list[str]:
+    return [axis for axis in axes.mesh.axis_names if axis not in axes.manual_axes and axes.mesh.shape[axis] > 1]

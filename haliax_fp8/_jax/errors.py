@@ -1,4 +1,4 @@
-"""Errors: what JAX's messages mean, one of our own, and what a traceback shows of the user's function.
+"""Errors: what JAX's messages mean, an error of our own, and which frames a traceback shows.
 
 JAX has no types for most of its errors, so their texts tell them apart. A text only chooses the words that explain an
 error: it never decides what a program does.

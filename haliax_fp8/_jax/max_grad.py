@@ -35,10 +35,11 @@ with needs("the element type of FP8 state"):
 class max_grad(jax.dtypes.prng_key):
     """The abstract type of `fp32_max_grad`, for `jnp.issubdtype`.
 
-    Not a floating type, so that a loss that casts floating arrays of its model (mixed precision) leaves state alone.
-    A subtype of random keys because `haliax.take` and `haliax.unbind`, with which Haliax takes layers out of a stack,
-    call `jnp.take` in its default mode. JAX fills in a number there for indices out of bounds, and has one for no other
-    extended type. If both called `lax.dynamic_index_in_dim` for an integer instead, `jax.dtypes.extended` would do.
+    It is not a floating type, so that a loss that casts floating arrays of its model (mixed precision) leaves state
+    alone. It is a subtype of random keys because `haliax.take` and `haliax.unbind`, with which Haliax takes layers out
+    of a stack, call `jnp.take` in its default mode. JAX fills in a number there for indices out of bounds, and has one
+    for no other extended type. If both called `lax.dynamic_index_in_dim` for an integer instead, `jax.dtypes.extended`
+    would do.
     """
 
 
@@ -185,7 +186,7 @@ def _max_grad_dtype(scalar: type, devices: tuple[str, ...]) -> _MaxGradDType:
 
 
 def to_dtype_of(x: Array, like: Any) -> Array:
-    """Casts float32 to the element type of `like` if that is `fp32_max_grad`, and else to float32."""
+    """Casts float32 to the element type of `like` if that is `fp32_max_grad`, and otherwise to float32."""
     return _cast(x, like.dtype) if is_max_grad(like) else to_float32(x)
 
 
@@ -215,7 +216,7 @@ def require_differentiated_state(state: Any, is_linear: bool) -> None:
 
 
 def require_transposed_state(state: Any, others: Sequence[Any]) -> None:
-    """The same check in reverse mode: a `custom_jvp` turns missing tangents into zeros, which are constants here.
+    """The same check in reverse mode, where a missing tangent shows up as a constant.
 
     Args:
         state: The state's tangent, as a transposition gets it.

@@ -1,4 +1,8 @@
-"""Which devices an array lives on: mesh axes inside and outside `shard_map`, explicit axes, constraints."""
+"""How arrays are divided over the axes of a mesh.
+
+An axis is manual inside `shard_map`, where each device runs its own program; explicit if it is in the types of arrays;
+or automatic if XLA divides arrays over it as it sees fit.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +18,20 @@ from jaxtyping import Array
 from .opaque import on_one_device
 
 
+# --- Manual axes, inside `shard_map` ----------------------------------------------------------------------------------
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The mesh axes of the `shard_map` that is traced; () elsewhere, where nothing varies."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def unchecked_axes() -> tuple[str, ...]:
+    """The mesh axes of a `shard_map` with `check_vma=False`, which does not know what varies; () elsewhere."""
+    manual = manual_axes()
+    return manual if manual and not varying_axes(lax.axis_index(manual[0])) else ()
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which an array differs from device to device, inside `shard_map`.
 
@@ -23,6 +41,26 @@ def varying_axes(x: Any) -> frozenset[str]:
     aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # JAX 0.12 moved `vma` here.
     return frozenset(axes.varying if axes is not None else getattr(aval, "vma", ()))
+
+
+def shared_axes(x: Array) -> tuple[str, ...]:
+    """The mesh axes along which all devices hold the same array, inside `shard_map`; all axes if this is unknown."""
+    if not manual_axes():
+        return ()
+    return unchecked_axes() or tuple(sorted(frozenset(manual_axes()) - varying_axes(x)))
+
+
+def axes_of_parts(x: Array, state: Array | None = None) -> tuple[str, ...]:
+    """The mesh axes over which devices hold parts of an operand, inside `shard_map`; all axes if this is unknown.
+
+    Args:
+        x: The operand.
+        state: Its state: axes over which devices have states of their own do not count.
+    """
+    if not manual_axes():
+        return ()
+    state_axes = frozenset() if state is None else varying_axes(state)
+    return unchecked_axes() or tuple(sorted(varying_axes(x) - state_axes))
 
 
 def as_varying(x: Array, others: Sequence[Any]) -> Array:
@@ -35,49 +73,8 @@ def all_varying(*arrays: Array) -> Sequence[Array]:
     if not manual_axes():
         return arrays
     axes = [varying_axes(x) for x in arrays]
-    of_any = frozenset().union(*axes)
-    return [_marked(x, of_x, of_any) for x, of_x in zip(arrays, axes, strict=True)] if of_any else arrays
-
-
-def _marked(x: Array, varying: frozenset[str], wanted: frozenset[str]) -> Array:
-    missing = tuple(sorted(wanted - varying))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def automatic_axes() -> tuple[str, ...]:
-    """The axes of the mesh in use over which XLA divides arrays as it sees fit; () without a mesh (`jax.set_mesh`)."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types or (), strict=True)
-        if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
-    )
-
-
-def unchecked_axes() -> tuple[str, ...]:
-    """The mesh axes of a `shard_map` with `check_vma=False`, which does not know what varies; () elsewhere."""
-    manual = manual_axes()
-    return manual if manual and not varying_axes(lax.axis_index(manual[0])) else ()
-
-
-def axes_of_parts(x: Array, state: Array | None = None) -> tuple[str, ...]:
-    """The mesh axes over which devices hold parts of an operand, inside `shard_map`; all axes if this is unknown.
-
-    Args:
-        x: The operand.
-        state: Its state: axes over which devices have states of their own do not count.
-    """
-    if not manual_axes():
-        return ()
-    own = frozenset() if state is None else varying_axes(state)
-    return unchecked_axes() or tuple(sorted(varying_axes(x) - own))
-
-
-def shared_axes(x: Array) -> tuple[str, ...]:
-    """The mesh axes along which all devices hold the same array, inside `shard_map`; all axes if this is unknown."""
-    if not manual_axes():
-        return ()
-    return unchecked_axes() or tuple(sorted(frozenset(manual_axes()) - varying_axes(x)))
+    union = frozenset().union(*axes)
+    return [_marked(x, varying, union) for x, varying in zip(arrays, axes, strict=True)] if union else arrays
 
 
 def marked_as_varying(x: Array, axes: Sequence[str]) -> Array:
@@ -93,6 +90,11 @@ def marked_as_shared(x: Array, axes: Sequence[str]) -> Array:
     return _marked(on_one_device(lambda x: x, x), frozenset(), varying.difference(axes))
 
 
+def _marked(x: Array, varying: frozenset[str], target: frozenset[str]) -> Array:
+    missing = tuple(sorted(target - varying))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
 def largest_over_devices(x: Array, axes: tuple[str, ...]) -> Array:
     """The largest float32 numbers of all devices along mesh axes of a `shard_map`; NaN if one is NaN."""
     # As whole numbers they have the same order, with NaN on top: a maximum of float32 drops NaN on a CPU.
@@ -106,12 +108,7 @@ def _in_order(words: Array) -> Array:
     return lax.bitwise_xor(words, lax.bitwise_and(below_zero, np.int32(0x7FFFFFFF)))
 
 
-def manual_axes() -> tuple[str, ...]:
-    """The mesh axes of the `shard_map` that is traced; () elsewhere, where nothing varies."""
-    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-type _Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+# --- Explicit axes ----------------------------------------------------------------------------------------------------
 
 
 def explicit_axes_of(x: object) -> tuple[str, ...]:
@@ -122,22 +119,27 @@ def explicit_axes_of(x: object) -> tuple[str, ...]:
     if mesh is None:
         return ()
     types = mesh.axis_types or ()
-    return tuple(name for name, kind in zip(mesh.axis_names, types, strict=True) if kind == AxisType.Explicit)
+    return tuple(name for name, axis_type in zip(mesh.axis_names, types, strict=True) if axis_type == AxisType.Explicit)
 
 
-def aval_of_result(of_operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def aval_of_result(operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """The abstract value of a primitive's result: on the operand's mesh, and not divided along explicit axes.
 
     Args:
-        of_operand: The abstract value of an operand.
+        operand: The abstract value of an operand.
         shape: The shape of the result.
         dtype: Its dtype.
     """
-    sharding = of_operand.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
-    return of_operand.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
+    sharding = operand.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return operand.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
 
 
-def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: _Numbers, out_sharding: Any) -> NamedSharding | None:
+type _DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+def sharding_of_product(
+    lhs: Array, rhs: Array, dimension_numbers: _DimensionNumbers, out_sharding: Any
+) -> NamedSharding | None:
     """The sharding that `lax.dot_general` gives its result on a mesh with explicit axes; None on any other mesh.
 
     Raises what `lax.dot_general` raises.
@@ -165,7 +167,7 @@ def sharding_of_groups(rows: Array, kernels: Array, out_sharding: Any) -> NamedS
 
 
 def _sharding_of(
-    lhs: Array, rhs: Array, dimension_numbers: _Numbers, out_sharding: Any, second: Callable[[Array], Array]
+    lhs: Array, rhs: Array, dimension_numbers: _DimensionNumbers, out_sharding: Any, second: Callable[[Array], Array]
 ) -> NamedSharding | None:
     if not any(map(explicit_axes_of, (lhs, rhs, jax.sharding.get_abstract_mesh()))):
         return None
@@ -195,8 +197,21 @@ def with_automatic_axes(function: Callable[..., Array], sharding: NamedSharding 
     if sharding is None:
         return function(*arrays)
     # Without `out_sharding`, `auto_axes` returns a function; its types say so in either case.
-    of_arrays: Any = jax.sharding.auto_axes(function, axes=explicit_axes_of(sharding), out_sharding=sharding)
-    return of_arrays(*arrays)
+    automatic: Any = jax.sharding.auto_axes(function, axes=explicit_axes_of(sharding), out_sharding=sharding)
+    return automatic(*arrays)
+
+
+# --- Automatic axes ---------------------------------------------------------------------------------------------------
+
+
+def automatic_axes() -> tuple[str, ...]:
+    """The axes of the mesh in use over which XLA divides arrays as it sees fit; () without a mesh (`jax.set_mesh`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(
+        name
+        for name, axis_type in zip(mesh.axis_names, mesh.axis_types or (), strict=True)
+        if axis_type == AxisType.Auto and mesh.shape[name] > 1
+    )
 
 
 def automatic_mesh() -> bool:
@@ -212,7 +227,7 @@ def divided(x: Array, spec: PartitionSpec) -> Array:
         x: The array.
         spec: The mesh axes that divide each axis; axes that it leaves out are whole.
     """
-    return jax.lax.with_sharding_constraint(x, spec)
+    return lax.with_sharding_constraint(x, spec)
 
 
 def whole_in_front(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""A function as one equation that JAX does not inspect, and refuses to differentiate or takes for constant.
+"""Functions as one equation that JAX does not inspect: differentiating it raises an error, or gives a constant.
 
 The gradient of an FP8 product is computed from operands that are rounded to FP8. Its own derivative would run through
 that rounding: JAX would carry tangents in FP8, without a scale, and give numbers that are wrong or NaN. So everything
@@ -27,7 +27,7 @@ from .private import needs
 
 
 # Names the arguments in JAX's messages.
-_OF_LEAVES = inspect.signature(lambda *leaves: None)
+_LEAVES_SIGNATURE = inspect.signature(lambda *leaves: None)
 
 
 def opaque[**P, T](function: Callable[P, T]) -> Callable[P, T]:
@@ -40,7 +40,7 @@ def opaque[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 
 def opaque_constant[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """The same for functions of state: to automatic differentiation, what they return is constant.
+    """The same for functions of state: automatic differentiation treats their results as constants.
 
     A gradient through an update of state has no meaning, but may be taken on the way to others, as in meta-learning.
 
@@ -60,17 +60,19 @@ def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> 
     def traced(key: Any, structure: Any, static: Any, avals: tuple[Any, ...]) -> tuple[Any, Any]:
         """The program, as a function of leaves, and the structure of its results."""
         del key
-        found = []
+        structures = []
 
-        def of_leaves(*leaves: Any) -> Sequence[Any]:
-            results, of_results = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves), **dict(static)))
-            found.append(of_results)
+        def flat_function(*leaves: Any) -> Sequence[Any]:
+            results, out_structure = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves), **dict(static)))
+            structures.append(out_structure)
             return results
 
-        return _traced(primitive.name, function, of_leaves, avals), found[0]
+        return _traced(primitive.name, function, flat_function, avals), structures[0]
 
     # The cache takes functions in this form.
-    key = linear_util.wrap_init(function, debug_info=debug_info(primitive.name, function, (), {}, signature=_OF_LEAVES))
+    key = linear_util.wrap_init(
+        function, debug_info=debug_info(primitive.name, function, (), {}, signature=_LEAVES_SIGNATURE)
+    )
 
     @functools.cache
     def mapped() -> Callable[..., Any]:
@@ -96,8 +98,8 @@ def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> 
     @functools.wraps(function)
     def call(*args: Any, **static: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        jaxpr, of_results = traced(key, structure, tuple(sorted(static.items())), tuple(map(jax.typeof, leaves)))
-        return jax.tree.unflatten(of_results, primitive.bind(*leaves, jaxpr=jaxpr))
+        jaxpr, out_structure = traced(key, structure, tuple(sorted(static.items())), tuple(map(jax.typeof, leaves)))
+        return jax.tree.unflatten(out_structure, primitive.bind(*leaves, jaxpr=jaxpr))
 
     return call
 
@@ -122,7 +124,7 @@ def _compiled(*leaves: Any, jaxpr: Any) -> Sequence[Array]:
     return jaxpr_as_fun(jaxpr)(*leaves)
 
 
-def _traced(name: str, function: Callable[..., Any], of_leaves: Callable[..., Any], avals: Sequence[Any]) -> Any:
+def _traced(name: str, function: Callable[..., Any], flat_function: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """The program of a function of leaves, as primitives keep it.
 
     A Pallas kernel is traced with references, which JAX removes with `lower=True`.
@@ -130,11 +132,11 @@ def _traced(name: str, function: Callable[..., Any], of_leaves: Callable[..., An
     Args:
         name: What it is called in JAX's messages.
         function: The function that was written, for these messages.
-        of_leaves: The same as a function of arrays that returns a sequence of arrays.
+        flat_function: The same as a function of arrays that returns a sequence of arrays.
         avals: The types of its arguments.
     """
-    about = debug_info(name, function, tuple(avals), {}, signature=_OF_LEAVES)
-    wrapped = linear_util.wrap_init(of_leaves, debug_info=about)
+    about = debug_info(name, function, tuple(avals), {}, signature=_LEAVES_SIGNATURE)
+    wrapped = linear_util.wrap_init(flat_function, debug_info=about)
     jaxpr, _, constants = trace_to_jaxpr_dynamic(wrapped, avals, lower=True)
     return jaxpr.with_consts(constants)
 
@@ -143,9 +145,9 @@ def _mapped_results(jaxpr: Any, are_mapped: Sequence[bool]) -> tuple[int | None,
     """The mapped axis of each result if `vmap` maps some operands: 0 if it depends on one of these, else None."""
     inner = jaxpr.jaxpr
     mapped = {var for var, is_mapped in zip(inner.invars, are_mapped, strict=True) if is_mapped}
-    of_atoms = lambda atoms: [not isinstance(x, Literal) and x in mapped for x in atoms]
+    are_mapped_atoms = lambda atoms: [not isinstance(x, Literal) and x in mapped for x in atoms]
     for equation in inner.eqns:
-        operands, params = of_atoms(equation.invars), equation.params
+        operands, params = are_mapped_atoms(equation.invars), equation.params
         is_call = equation.primitive.name == "jit" or equation.primitive.name.startswith("fp8_")
         called = params.get("call_jaxpr", params.get("jaxpr") if is_call else None)
         if called is not None and any(operands):
@@ -153,7 +155,7 @@ def _mapped_results(jaxpr: Any, are_mapped: Sequence[bool]) -> tuple[int | None,
         else:
             results = [any(operands)] * len(equation.outvars)
         mapped.update(var for var, is_mapped in zip(equation.outvars, results, strict=True) if is_mapped)
-    return tuple(0 if is_mapped else None for is_mapped in of_atoms(inner.outvars))
+    return tuple(0 if is_mapped else None for is_mapped in are_mapped_atoms(inner.outvars))
 
 
 def _constant(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:

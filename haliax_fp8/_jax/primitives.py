@@ -1,4 +1,4 @@
-"""Small rules for JAX primitives: mapped axes, lowerings per platform, reverse mode, and compiled parts."""
+"""Rules that several of our primitives share: batching, lowering for each platform, evaluation, and reverse mode."""
 
 import functools
 import inspect
@@ -86,11 +86,11 @@ def define_linearization(primitive: Any, linearize: Callable[..., tuple[Array, S
         if not any(linear):
             out = primitive.bind(*primals, **params)
             return out, False, [], None, lambda residuals, _, *tangents: Zero(jax.typeof(out).to_tangent_aval())
-        out, kept, function = linearize(tuple(linear), *primals, **params)
+        out, saved, function = linearize(tuple(linear), *primals, **params)
 
         def linearized(residuals: Sequence[Any], _: Any, *tangents: Any) -> Any:
             return function(residuals, [t for t, is_linear in zip(tangents, linear, strict=True) if is_linear])
 
-        return out, True, list(kept), None, linearized
+        return out, True, list(saved), None, linearized
 
     rules[primitive] = rule

@@ -14,7 +14,7 @@ NEWEST = "0.12.0.1"
 
 @contextlib.contextmanager
 def needs(what: str) -> Iterator[None]:
-    """Around imports and uses of JAX's private names; if one is gone, the error says what to install.
+    """Put it around imports and uses of JAX's private names; if one is gone, the error says what to install.
 
     Args:
         what: What needs them, such as "the preflight".

@@ -1,7 +1,7 @@
-"""Finds which arguments of a differentiated function receive a cotangent at all, and which its value depends on.
+"""Which arguments of a differentiated function receive a cotangent, and which ones its value depends on.
 
-JAX fills in zeros for arguments without a cotangent, indistinguishable from real zeros. An identity of the arguments
-notices when their cotangents pass during transposition: JAX hands over nothing for those without one.
+JAX fills in zeros for arguments without a cotangent, and nobody can tell them from real zeros. `tagged` is an identity
+that records which cotangents pass it during transposition: JAX passes no cotangent for the other arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 
 class UsedArguments:
-    """The arguments that received a cotangent, by their indices, and the number of all."""
+    """The indices of the arguments that received a cotangent, and the number of all arguments."""
 
     def __init__(self) -> None:
         self.indices: set[int] = set()
@@ -31,19 +31,31 @@ class UsedArguments:
         return "UsedArguments"
 
 
-used_p = Primitive("reached")
+used_p = Primitive("used")
 used_p.multiple_results = True
 
 
-def tagged(arrays: Sequence[Array], reached: UsedArguments) -> list[Array]:
-    """Returns the arrays themselves, and notices their cotangents; one equation for all, which takes JAX less time.
+def tagged(arrays: Sequence[Array], used: UsedArguments) -> list[Array]:
+    """The arrays, tagged so that `used` records their cotangents; one equation for all, which JAX handles faster.
 
     Args:
         arrays: Arguments of a function that is about to be differentiated.
-        reached: Collects the indices of those with a cotangent while JAX transposes the function.
+        used: Collects the indices of those with a cotangent while JAX transposes the function.
     """
-    reached.count = len(arrays)
-    return used_p.bind(*arrays, reached=reached)
+    used.count = len(arrays)
+    return used_p.bind(*arrays, used=used)
+
+
+def _transpose(cotangents: Any, *arrays: Any, used: UsedArguments) -> list[Any]:
+    used.indices |= {i for i, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero}
+    return cotangents
+
+
+used_p.def_impl(lambda *arrays, **_: list(arrays))
+used_p.def_abstract_eval(lambda *arrays, **_: list(arrays))
+ad.deflinear2(used_p, _transpose)
+batching.primitive_batchers[used_p] = lambda arrays, axes, **params: (used_p.bind(*arrays, **params), axes)
+mlir.register_lowering(used_p, lambda ctx, *arrays, **_: list(arrays))
 
 
 def depends_on(function: Callable[[Any], Array], argument: Any) -> list[bool]:
@@ -54,15 +66,3 @@ def depends_on(function: Callable[[Any], Array], argument: Any) -> list[bool]:
         argument: A tree of arrays.
     """
     return dce_jaxpr(jax.make_jaxpr(function)(argument).jaxpr, [True])[1]
-
-
-def _transpose(cotangents: Any, *arrays: Any, reached: UsedArguments) -> list[Any]:
-    reached.indices |= {i for i, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero}
-    return cotangents
-
-
-used_p.def_impl(lambda *arrays, **_: list(arrays))
-used_p.def_abstract_eval(lambda *arrays, **_: list(arrays))
-ad.deflinear2(used_p, _transpose)
-batching.primitive_batchers[used_p] = lambda arrays, axes, **params: (used_p.bind(*arrays, **params), axes)
-mlir.register_lowering(used_p, lambda ctx, *arrays, **_: list(arrays))

@@ -23,6 +23,28 @@ from jaxtyping import Array, Float
 from .custom_partitioning import devices_of, has_its_part, is_divided_by_shardy
 
 
+# --- Switches between platforms ---------------------------------------------------------------------------------------
+
+
+def on_cuda(there: Callable[..., Array], elsewhere: Callable[..., Array], *operands: Any) -> Array:
+    """`there(*operands)` in programs for NVIDIA GPUs, `elsewhere(*operands)` in all others."""
+    return lax.platform_dependent(*operands, cuda=there, default=elsewhere)
+
+
+def on_cpu(there: Callable[..., Array], elsewhere: Callable[..., Array], *operands: Any) -> Array:
+    """`there(*operands)` in programs for CPUs, `elsewhere(*operands)` in all others."""
+    return lax.platform_dependent(*operands, cpu=there, default=elsewhere)
+
+
+def lowered_for_cuda(context: Any) -> bool:
+    """Whether a program is lowered for NVIDIA GPUs alone, from the context of a primitive's lowering rule."""
+    module = context.module_context
+    return tuple(context.platforms or module.platforms) == ("cuda",)
+
+
+# --- Launches: made once, merged or kept apart ------------------------------------------------------------------------
+
+
 def computed_together[T](values: T) -> T:
     """Values that are made in one launch; every user reads its part of them.
 
@@ -83,7 +105,21 @@ def side_by_side(parts: Sequence[Array]) -> Array:
     return joined
 
 
-def operand_per_sharer(x: Array, own: Array) -> Array:
+@jax.custom_jvp
+def read_together(x: Array) -> Array:
+    """A product's result, for fusions that become one because they all read it.
+
+    XLA does not merge fusions that share nothing but the result of a Triton product: both gradients of a gated
+    activation, their casts and their amaxes would each read the same arrays again. The gradient passes without a
+    barrier, so it can be cast where it is computed.
+    """
+    return lax.optimization_barrier(x)
+
+
+read_together.defjvps(lambda tangent, out, x: tangent)
+
+
+def operand_per_sharer(x: Array, unshared: Array) -> Array:
     """An operand that several products share, as the operand of one of them.
 
     XLA merges small products that share an operand, and then has to split the result and to apply separate scales. A
@@ -91,10 +127,9 @@ def operand_per_sharer(x: Array, own: Array) -> Array:
 
     Args:
         x: The shared operand.
-        own: An array that belongs to this product alone, and that something else reads too: XLA drops from a barrier
-            what nobody reads in front of it or behind it.
+        unshared: Any array used by this product only. It must have another use, or XLA removes it from the barrier.
     """
-    return lax.optimization_barrier((x, own))[0]
+    return lax.optimization_barrier((x, unshared))[0]
 
 
 def precision_per_sharer(index: int | None) -> lax.PrecisionLike:
@@ -109,6 +144,9 @@ def precision_per_sharer(index: int | None) -> lax.PrecisionLike:
     high, highest = lax.Precision.HIGH, lax.Precision.HIGHEST
     names = (highest, highest), (highest, high), (high, highest), (high, high)
     return highest if index is None else names[index % len(names)]
+
+
+# --- FP8 data: saved, transposed and rounded --------------------------------------------------------------------------
 
 
 def not_kept_from_forward(x: Array) -> Array:
@@ -129,16 +167,6 @@ def transposed_separately[T](data: T) -> T:
     return lax.optimization_barrier(data)
 
 
-def transposed_from_fp8(data: Array) -> Array:
-    """FP8 data that one product reads, and another transposed; on NVIDIA GPUs the transposition reads FP8 too.
-
-    Otherwise XLA casts and writes both in one launch. That moves fewer bytes, but about half as many in a second, see
-    `docs/design-notes.md`. The barrier is in front of both products, so that devices which need all of the data send it
-    once.
-    """
-    return barrier_p.bind(data, programs=Programs.FOR_NVIDIA_GPUS)
-
-
 def transposed_once(x: Array, order: tuple[int, ...]) -> Array:
     """A transposed copy in memory, which several products read.
 
@@ -153,20 +181,6 @@ def transposed_once(x: Array, order: tuple[int, ...]) -> Array:
     return lax.optimization_barrier(as_it_is(lax.transpose(lax.optimization_barrier(as_it_is(x)), order)))
 
 
-@jax.custom_jvp
-def read_together(x: Array) -> Array:
-    """A product's result, for fusions that become one because they all read it.
-
-    XLA does not merge fusions that share nothing but the result of a Triton product: both gradients of a gated
-    activation, their casts and their amaxes would each read the same arrays again. The gradient passes without a
-    barrier, so it can be cast where it is computed.
-    """
-    return lax.optimization_barrier(x)
-
-
-read_together.defjvps(lambda tangent, out, x: tangent)
-
-
 def force_cast(x: Array) -> Array:
     """A value in a narrow format that is about to be converted back.
 
@@ -175,52 +189,17 @@ def force_cast(x: Array) -> Array:
     return lax.optimization_barrier(x)
 
 
-class Programs(enum.Enum):
-    """Which programs have a barrier, if that is known when they are lowered, not before."""
-
-    FOR_ONE_DEVICE = enum.auto()
-    FOR_SEVERAL_DEVICES = enum.auto()
-    FOR_NVIDIA_GPUS = enum.auto()
+# --- Barriers that only some programs have ----------------------------------------------------------------------------
 
 
-def on_cuda(there: Callable[..., Array], elsewhere: Callable[..., Array], *operands: Any) -> Array:
-    """`there(*operands)` in programs for NVIDIA GPUs, `elsewhere(*operands)` in all others."""
-    return lax.platform_dependent(*operands, cuda=there, default=elsewhere)
+def transposed_from_fp8(data: Array) -> Array:
+    """FP8 data that one product reads, and another transposed; on NVIDIA GPUs the transposition reads FP8 too.
 
-
-def lowered_for_cuda(context: Any) -> bool:
-    """Whether a program is lowered for NVIDIA GPUs alone, from the context of a primitive's lowering rule."""
-    module = context.module_context
-    return tuple(context.platforms or module.platforms) == ("cuda",)
-
-
-def on_cpu(there: Callable[..., Array], elsewhere: Callable[..., Array], *operands: Any) -> Array:
-    """`there(*operands)` in programs for CPUs, `elsewhere(*operands)` in all others."""
-    return lax.platform_dependent(*operands, cpu=there, default=elsewhere)
-
-
-barrier_p = Primitive("fp8_barrier")
-"""The identity; in the programs that its parameter names, a barrier."""
-barrier_p.def_impl(lambda x, programs: x)
-barrier_p.def_abstract_eval(lambda x, programs: x)
-batching.primitive_batchers[barrier_p] = lambda args, axes, programs: (barrier_p.bind(*args, programs=programs), *axes)
-# As for `optimization_barrier`, but a tangent is not FP8 data and passes without one.
-ad.primitive_jvps[barrier_p] = lambda primals, tangents, programs: (
-    barrier_p.bind(*primals, programs=programs),
-    *tangents,
-)
-
-
-def _lowered(context: Any, x: Any, *, programs: Programs) -> Any:
-    if programs is Programs.FOR_NVIDIA_GPUS:
-        has_barrier = lowered_for_cuda(context)
-    else:
-        has_barrier = (devices_of(context) > 1) == (programs is Programs.FOR_SEVERAL_DEVICES)
-    # The operation itself: to trace `lax.optimization_barrier` for each takes JAX longer than the cast that it is for.
-    return list(stablehlo.OptimizationBarrierOp([x]).results) if has_barrier else [x]
-
-
-mlir.register_lowering(barrier_p, _lowered)
+    Otherwise XLA casts and writes both in one launch. That moves fewer bytes, but about half as many in a second, see
+    `docs/design-notes.md`. The barrier is in front of both products, so that devices which need all of the data send it
+    once.
+    """
+    return barrier_p.bind(data, programs=Programs.FOR_NVIDIA_GPUS)
 
 
 def gathered_once(data: Array) -> Array:
@@ -239,6 +218,41 @@ def transposed_separately_on_one[T](data: T) -> T:
         data: A tree of arrays.
     """
     return jax.tree.map(lambda x: barrier_p.bind(x, programs=Programs.FOR_ONE_DEVICE), data)
+
+
+class Programs(enum.Enum):
+    """Which programs have a barrier, if that is known when they are lowered, not before."""
+
+    FOR_ONE_DEVICE = enum.auto()
+    FOR_SEVERAL_DEVICES = enum.auto()
+    FOR_NVIDIA_GPUS = enum.auto()
+
+
+barrier_p = Primitive("fp8_barrier")
+"""The identity; in the programs that its parameter names, a barrier."""
+barrier_p.def_impl(lambda x, programs: x)
+barrier_p.def_abstract_eval(lambda x, programs: x)
+batching.primitive_batchers[barrier_p] = lambda args, axes, programs: (barrier_p.bind(*args, programs=programs), *axes)
+# As for `optimization_barrier`, but a tangent is not FP8 data and passes without one.
+ad.primitive_jvps[barrier_p] = lambda primals, tangents, programs: (
+    barrier_p.bind(*primals, programs=programs),
+    *tangents,
+)
+
+
+def _barrier_lowered(context: Any, x: Any, *, programs: Programs) -> Any:
+    if programs is Programs.FOR_NVIDIA_GPUS:
+        has_barrier = lowered_for_cuda(context)
+    else:
+        has_barrier = (devices_of(context) > 1) == (programs is Programs.FOR_SEVERAL_DEVICES)
+    # The operation itself: to trace `lax.optimization_barrier` for each takes JAX longer than the cast that it is for.
+    return list(stablehlo.OptimizationBarrierOp([x]).results) if has_barrier else [x]
+
+
+mlir.register_lowering(barrier_p, _barrier_lowered)
+
+
+# --- How measurements are divided over devices ------------------------------------------------------------------------
 
 
 def divided_as_made(parts: Array) -> Array:
@@ -282,10 +296,13 @@ _FORWARD = 1
 mlir.register_lowering(as_made_p, _as_made_lowered)
 
 
-def keep_cast(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """FP8 data that may be converted back in the same program; other data as they are.
+# --- Casts that XLA can fuse, but not drop ----------------------------------------------------------------------------
 
-    Otherwise XLA may drop both conversions, and with them the rounding.
+
+def keep_cast(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Stops XLA from cancelling the cast to FP8 with a cast back; data in high precision pass unchanged.
+
+    It is not a barrier, so XLA can still fuse the cast.
 
     Args:
         x: The data of an operand, which a recipe may leave in high precision.
@@ -306,33 +323,33 @@ def keep_cast_in_parts(x: Float[Array, "*shape"], smallest: int) -> Float[Array,
     return keep_cast_p.bind(x, smallest=smallest) if jnp.finfo(x.dtype).bits == 8 else x
 
 
-def _changed(x: Array) -> Array:
+def _opaque_identity(x: Array) -> Array:
     """The data, each byte combined with a 0 that XLA does not know: so it cannot tell that they are the same."""
     zeros = lax.broadcast(not_constant(jnp.uint8(0)), x.shape)
     return lax.bitcast_convert_type(lax.bitwise_xor(lax.bitcast_convert_type(x, jnp.uint8), zeros), x.dtype)
 
 
-def _batched(args: Any, axes: Any, *, smallest: int) -> tuple[Array, Any]:
+def _keep_cast_batched(args: Any, axes: Any, *, smallest: int) -> tuple[Array, Any]:
     return keep_cast_p.bind(*args, smallest=smallest), *axes
 
 
-def _jvp(primals: Any, tangents: Any, *, smallest: int) -> tuple[Array, Any]:
+def _keep_cast_jvp(primals: Any, tangents: Any, *, smallest: int) -> tuple[Array, Any]:
     """The derivative of the identity: a tangent is not FP8 data."""
     return keep_cast_p.bind(*primals, smallest=smallest), *tangents
 
 
-def _lowered_cast(context: Any, x: Any, *, smallest: int) -> Any:
+def _keep_cast_lowered(context: Any, x: Any, *, smallest: int) -> Any:
     # Inside `shard_map` the sizes are those of the parts already.
     devices = 1 if has_its_part(context) else devices_of(context)
     return _always(context, x) if smallest <= devices else [x]
 
 
-_always = mlir.lower_fun(_changed, multiple_results=False)
+_always = mlir.lower_fun(_opaque_identity, multiple_results=False)
 
 keep_cast_p = Primitive("fp8_keep_cast")
 """The identity."""
 keep_cast_p.def_impl(lambda x, smallest: x)
 keep_cast_p.def_abstract_eval(lambda x, smallest: x)
-batching.primitive_batchers[keep_cast_p] = _batched
-ad.primitive_jvps[keep_cast_p] = _jvp
-mlir.register_lowering(keep_cast_p, _lowered_cast)
+batching.primitive_batchers[keep_cast_p] = _keep_cast_batched
+ad.primitive_jvps[keep_cast_p] = _keep_cast_jvp
+mlir.register_lowering(keep_cast_p, _keep_cast_lowered)

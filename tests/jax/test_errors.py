@@ -46,20 +46,20 @@ def said_of(error):
     return {name for name, f in RULES.items() if named(f)}
 
 
-def of_state(function):
+def raised_by_state(function):
     """The error that a function of state raises."""
     return raised_by(jax.jit(lambda x: function(to_max_grad(x))), jnp.ones((3, 2)))
 
 
 def test_casts_and_sums_of_state():
-    assert said_of(of_state(lambda x: x.astype(jnp.bfloat16))) == {"is_about_cast"}
-    assert said_of(of_state(lambda x: lax.reduce_sum(x, (0,)))) == {"is_about_sum"}
-    assert said_of(of_state(lambda x: x + x)) == set()
+    assert said_of(raised_by_state(lambda x: x.astype(jnp.bfloat16))) == {"is_about_cast"}
+    assert said_of(raised_by_state(lambda x: lax.reduce_sum(x, (0,)))) == {"is_about_sum"}
+    assert said_of(raised_by_state(lambda x: x + x)) == set()
 
 
 def test_functions_of_state_that_are_transposed():
     """As by `lax.custom_root`."""
-    error = of_state(lambda x: jax.linear_transpose(lambda x: x.astype(jnp.float32), x))
+    error = raised_by_state(lambda x: jax.linear_transpose(lambda x: x.astype(jnp.float32), x))
     assert said_of(error) == {"is_about_linear_transpose"}
 
 

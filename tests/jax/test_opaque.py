@@ -64,11 +64,11 @@ def as_integers(x):
 def test_internals_traces_belong_to_their_context(wrap):
     """The same operand, traced again where JAX would: here with other integers by default."""
     x = jnp.ones((2, 3), np.float32)
-    of_context = []
+    dtypes = []
     for x64 in (False, True, False):
         with jax.enable_x64(x64):
-            of_context.append(wrap(as_integers)(x).dtype)
-    assert of_context == [np.int32, np.int64, np.int32]
+            dtypes.append(wrap(as_integers)(x).dtype)
+    assert dtypes == [np.int32, np.int64, np.int32]
 
 
 def squared(x):

@@ -282,14 +282,14 @@ def test_gradients_that_are_divided_with_their_state_are_noticed(filter_grad):
         gradients = filter_grad(lambda model, x: mean_square(model, x) / factor)(model, X)
         return jax.tree.map(lambda g: g * factor, gradients)
 
-    of_examples = eqx.filter_vmap(eqx.filter_grad(mean_square), in_axes=(None, 0))(model, x)
-    wrong = [scaled(factor) for factor in (0.5, 1 / 1024)] + [jax.tree.map(lambda g: g.mean(0), of_examples)]
+    per_example = eqx.filter_vmap(eqx.filter_grad(mean_square), in_axes=(None, 0))(model, x)
+    wrong = [scaled(factor) for factor in (0.5, 1 / 1024)] + [jax.tree.map(lambda g: g.mean(0), per_example)]
     for gradients in wrong:
         changed = eqx.filter_jit(applied)(gradients)
         assert np.isnan(mean_square(changed, X))
         with pytest.raises(ValueError, match="gradients that were divided before state was"):
             fp8.describe(changed)
-    for gradients in (scaled(1.0), scaled(4.0), jax.tree.map(lambda g: g.sum(0), of_examples)):
+    for gradients in (scaled(1.0), scaled(4.0), jax.tree.map(lambda g: g.sum(0), per_example)):
         assert np.isfinite(mean_square(eqx.filter_jit(applied)(gradients), X))
 
 
