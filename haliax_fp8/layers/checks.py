@@ -162,8 +162,8 @@ def require_whole_state(model: Any, *, calibrating: bool = False) -> None:
         layers = [name or "the model itself" for name, op in named_ops(model) if is_missing(op.state)]
         raise ValueError(
             f"the FP8 state of {_first(layers)} is not in this part of the model, so its scales would never be "
-            f"updated: eqx.partition put it with the frozen weights. {KEEP_STATE_WITH_TRAINED} Or pass the whole model, "
-            "and freeze weights in the optimizer: optax.masked(optax.set_to_zero(), mask) at its end"
+            f"updated: eqx.partition put it with the frozen weights. {KEEP_STATE_WITH_TRAINED} Or pass the whole "
+            "model, and freeze weights in the optimizer: optax.masked(optax.set_to_zero(), mask) at its end"
         )
 
 
