@@ -1,4 +1,4 @@
-"""Checks of a model where it enters: that it is one, and that its FP8 state can be used."""
+"""Checks at the entrance: that an argument is a model, and that its FP8 state can be used."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._state.guard import is_modified as scale_is_modified
+from .._state.guard import is_modified
 from .._state.op_state import KEEP_STATE_WITH_TRAINED, OpState
 from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES
@@ -18,11 +18,14 @@ from .config import Fp8Config
 from .walk import all_ops, is_op, named_ops
 
 
+# --- whether it is a model
+
+
 def require_tree(tree: Any, call: str, name: str = "model") -> None:
-    """Raises a ValueError if an argument is nothing that could have numbers: None, a class, a function, a text.
+    """Raises a ValueError if an argument cannot hold arrays: None, a class, a function or a string.
 
     Args:
-        tree: What was given.
+        tree: The argument.
         call: How the function is called.
         name: The argument's name.
     """
@@ -36,7 +39,7 @@ def require_tree(tree: Any, call: str, name: str = "model") -> None:
 def require_model(model: Any, call: str, name: str = "model") -> None:
     """Like `require_tree`, for functions that take a model without its optimizer's state.
 
-    Moments have the structure of the model, so every layer would be found again in them.
+    Moments have the structure of the model, so each layer would count once more for each moment.
 
     Args:
         model: As in `require_tree`.
@@ -107,6 +110,9 @@ def _item(index: int) -> str:
     return f"its {('first', 'second', 'third')[index]} item" if index < 3 else f"its item {index}"
 
 
+# --- whether its FP8 state can be used
+
+
 def check_not_modified(model: Any, *, wait: bool = True) -> None:
     """Raises a ValueError that names the layers, if anything but its own update changed the state of one.
 
@@ -118,11 +124,26 @@ def check_not_modified(model: Any, *, wait: bool = True) -> None:
         wait: Whether to wait for state that is being computed; without it, such state is not checked.
     """
     # Paths are slow to make, and needed for the message alone.
-    if not any(is_modified(op.state, wait=wait) for op in all_ops(model)):
+    if not any(_is_modified(op.state, wait=wait) for op in all_ops(model)):
         return
-    found = [name or "the model itself" for name, op in named_ops(model) if is_modified(op.state, wait=wait)]
-    if found:
-        raise ValueError(modified_message(found))
+    layers = [name or "the model itself" for name, op in named_ops(model) if _is_modified(op.state, wait=wait)]
+    if layers:
+        raise ValueError(_modified_message(layers))
+
+
+def _modified_message(layers: list[str]) -> str:
+    return (
+        f"the FP8 state of {_first(layers)} was changed by something other than its own update: an "
+        "optimizer, weight decay or an average that was given the whole model, or gradients that were divided before "
+        "state was split from them. Scales are not parameters, and products with them now give NaN. Use TrainStep, or "
+        "split state from parameters in your step:\n"
+        "    overwrites, grads = partition_for_grad_overwrite(grads)\n"
+        "    updates, opt_state = optimizer.update(grads, opt_state, trainable(model))\n"
+        "    model = apply_updates(model, updates, overwrites)\n"
+        "and start with optimizer.init(trainable(model)). Average models (EMA, SWA, target networks) with\n"
+        "    average = training.incremental_update(model, average, step_size=0.01)\n"
+        "The state of this model is lost: convert it again, fp8_linear_layers(restore_linear_layers(model), config)"
+    )
 
 
 def require_whole_state(model: Any, *, calibrating: bool = False) -> None:
@@ -138,48 +159,38 @@ def require_whole_state(model: Any, *, calibrating: bool = False) -> None:
         return missing and (calibrating or numbers_of(state.scalings) > 0)
 
     if any(is_missing(op.state) for op in all_ops(model)):
-        found = [name or "the model itself" for name, op in named_ops(model) if is_missing(op.state)]
+        layers = [name or "the model itself" for name, op in named_ops(model) if is_missing(op.state)]
         raise ValueError(
-            f"the FP8 state of {_first(found)} is not in this part of the model, so its scales would never be updated: "
-            f"eqx.partition put it with the frozen weights. {KEEP_STATE_WITH_TRAINED} Or pass the whole model, and "
-            "freeze weights in the optimizer: optax.masked(optax.set_to_zero(), mask) at its end"
+            f"the FP8 state of {_first(layers)} is not in this part of the model, so its scales would never be "
+            f"updated: eqx.partition put it with the frozen weights. {KEEP_STATE_WITH_TRAINED} Or pass the whole "
+            "model, and freeze weights in the optimizer: optax.masked(optax.set_to_zero(), mask) at its end"
         )
 
 
-def _first(layers: list[str]) -> str:
-    """The first three, and how many more there are."""
-    return ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
-
-
-def modified_message(layers: list[str]) -> str:
-    """What happened to the state of layers, and how to train and average instead."""
-    return (
-        f"the FP8 state of {_first(layers)} was changed by something other than its own update: an "
-        "optimizer, weight decay or an average that was given the whole model, or gradients that were divided before "
-        "state was split from them. Scales are not parameters, and products with them now give NaN. Use TrainStep, or "
-        "split state from parameters in your step:\n"
-        "    overwrites, grads = partition_for_grad_overwrite(grads)\n"
-        "    updates, opt_state = optimizer.update(grads, opt_state, trainable(model))\n"
-        "    model = apply_updates(model, updates, overwrites)\n"
-        "and start with optimizer.init(trainable(model)). Average models (EMA, SWA, target networks) with\n"
-        "    average = training.incremental_update(model, average, step_size=0.01)\n"
-        "The state of this model is lost: convert it again, fp8_linear_layers(restore_linear_layers(model), config)"
-    )
-
-
-def is_modified(state: Any, *, wait: bool = True) -> bool:
-    """Whether a state holds a scale that does not match its guard; False if it has no values to read.
+def require_calibrated(model: Any, *, wait: bool = True) -> None:
+    """Raises a ValueError that names the layers, if a static scale is not calibrated yet.
 
     Args:
-        state: An op's state.
-        wait: As in `check_not_modified`.
+        model: A model; not checked if it is traced or abstract.
+        wait: As in `uncalibrated_operands`.
     """
-    table = table_on_host(state, wait=wait)
-    return table is not None and scale_is_modified(table[..., 0], table[..., -1])
+    # Paths are slow to make, and needed for the message alone.
+    if not any(uncalibrated_operands(op.state, wait=wait) for op in all_ops(model)):
+        return
+    operands = {name: uncalibrated_operands(op.state, wait=wait) for name, op in named_ops(model)}
+    layers = [f"{name or 'the model itself'} ({', '.join(missing)})" for name, missing in operands.items() if missing]
+    if layers:
+        raise ValueError(
+            f"model has static scales that are not calibrated, in {len(layers)} layers: {_first(layers)}. "
+            "Calibrate it first: model = step.calibrate(model, *batch) with a TrainStep, or calibrate(model, loss_fn, "
+            "[batch]). If you did, the loss did not reach these operands, or they were all zeros or not finite: "
+            "calibrate on another batch, leave the layers out with Fp8Config(exclude=...), or give a scale, "
+            "StaticScaling(scale=...)"
+        )
 
 
 def are_usable(tables: Sequence[np.ndarray]) -> bool:
-    """Whether only their own updates changed all these tables, and each of their scales is calibrated.
+    """Whether all these tables are unmodified, and each of their scales is calibrated.
 
     Args:
         tables: From `tables_on_host`.
@@ -189,38 +200,13 @@ def are_usable(tables: Sequence[np.ndarray]) -> bool:
     columns = ([table[..., column].ravel() for table in tables] for column in (0, -1))
     # Models may be cast to several dtypes.
     scales, guards = (np.concatenate(column, dtype=np.float32, casting="unsafe") for column in columns)
-    return not np.isinf(scales).any() and not scale_is_modified(scales, guards)
+    return not np.isinf(scales).any() and not is_modified(scales, guards)
 
 
-def table_on_host(state: Any, *, wait: bool = True) -> np.ndarray | None:
-    """The numbers of an op's state; None if it is abstract, traced, deleted or not a state.
-
-    Args:
-        state: Anything.
-        wait: Whether to wait for state that is being computed; without it, such state gives None.
-    """
-    tables = tables_on_host([state.table.array], wait=wait) if isinstance(state, OpState) else []
-    return tables[0] if tables else None
-
-
-def tables_on_host(tables: Sequence[Any], *, wait: bool = True) -> list[np.ndarray]:
-    """The numbers of those tables that have any: not of abstract, traced and deleted ones.
-
-    Args:
-        tables: The tables of several states.
-        wait: As in `table_on_host`.
-    """
-    found: list[Any] = []
-    for table in tables:
-        if isinstance(table, np.ndarray):
-            found.append(table)
-        # JAX's arrays have `is_ready`, but its types do not declare it.
-        elif isinstance(table, jax.Array) and not isinstance(table, Tracer) and not table.is_deleted():
-            if wait or getattr(table, "is_ready", lambda: True)():
-                # On several hosts each one has a copy of its own.
-                found.append(table if table.is_fully_addressable else table.addressable_data(0))
-    # All copies from the device run at the same time.
-    return jax.device_get(found)
+def _is_modified(state: Any, *, wait: bool = True) -> bool:
+    """Whether a state holds a scale that does not match its guard; False if it has no values to read."""
+    table = table_on_host(state, wait=wait)
+    return table is not None and is_modified(table[..., 0], table[..., -1])
 
 
 def uncalibrated_operands(state: Any, *, wait: bool = True) -> tuple[str, ...]:
@@ -252,24 +238,39 @@ def unrecorded_operands(state: Any) -> tuple[str, ...]:
     return tuple(OPERAND_NAMES[row] for row in rows if is_first[..., row].any())
 
 
-def require_calibrated(model: Any, *, wait: bool = True) -> None:
-    """Raises a ValueError that names the layers, if a static scale is not calibrated yet.
+def _first(layers: list[str]) -> str:
+    return ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+
+
+# --- reading state
+
+
+def table_on_host(state: Any, *, wait: bool = True) -> np.ndarray | None:
+    """The numbers of an op's state; None if it is abstract, traced, deleted or not a state.
 
     Args:
-        model: A model; not checked if it is traced or abstract.
-        wait: As in `uncalibrated_operands`.
+        state: Anything.
+        wait: Whether to wait for state that is being computed; without it, such state gives None.
     """
-    # Paths are slow to make, and needed for the message alone.
-    if not any(uncalibrated_operands(op.state, wait=wait) for op in all_ops(model)):
-        return
-    operands = {name: uncalibrated_operands(op.state, wait=wait) for name, op in named_ops(model)}
-    found = [f"{name or 'the model itself'} ({', '.join(missing)})" for name, missing in operands.items() if missing]
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise ValueError(
-            f"model has static scales that are not calibrated, in {len(found)} layers: {', '.join(found[:3])}{more}. "
-            "Calibrate it first: model = step.calibrate(model, *batch) with a TrainStep, or calibrate(model, loss_fn, "
-            "[batch]). If you did, the loss did not reach these operands, or they were all zeros or not finite: "
-            "calibrate on another batch, leave the layers out with Fp8Config(exclude=...), or give a scale, "
-            "StaticScaling(scale=...)"
-        )
+    tables = tables_on_host([state.table.array], wait=wait) if isinstance(state, OpState) else []
+    return tables[0] if tables else None
+
+
+def tables_on_host(tables: Sequence[Any], *, wait: bool = True) -> list[np.ndarray]:
+    """The numbers of those tables that have any: not of abstract, traced and deleted ones.
+
+    Args:
+        tables: The tables of several states.
+        wait: As in `table_on_host`.
+    """
+    arrays: list[Any] = []
+    for table in tables:
+        if isinstance(table, np.ndarray):
+            arrays.append(table)
+        # JAX's arrays have `is_ready`, but its types do not declare it.
+        elif isinstance(table, jax.Array) and not isinstance(table, Tracer) and not table.is_deleted():
+            if wait or getattr(table, "is_ready", lambda: True)():
+                # On several hosts, each has a copy.
+                arrays.append(table if table.is_fully_addressable else table.addressable_data(0))
+    # All copies from the device run at the same time.
+    return jax.device_get(arrays)

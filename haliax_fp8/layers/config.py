@@ -1,4 +1,4 @@
-"""The layer classes that are converted unless told otherwise: one rule per class."""
+"""Fp8Config: which layers are converted and with which recipe, and the rules of the layer classes."""
 
 import dataclasses
 import functools
@@ -167,7 +167,7 @@ class Fp8Config:
         }
 
     def resolve(self, recipe: Any, name: str = "recipe") -> Recipe:
-        """A recipe from what the user gave, with this configuration's history length.
+        """The recipe that an argument names, with this configuration's history length.
 
         Args:
             recipe: A `Recipe`, the name of one, or a scaling.
@@ -183,11 +183,11 @@ class Fp8Config:
 
 
 def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: str = "Fp8Config(") -> Fp8Config:
-    """The configuration given by an argument `config` or by keywords.
+    """The configuration from an argument `config` or from keywords.
 
     Args:
         config: The argument; None for the default.
-        options: Fields of `Fp8Config` given as keywords.
+        options: Fields of `Fp8Config` as keywords.
         call: The beginning of a call that takes these fields as keywords, for errors.
 
     Raises:
@@ -199,10 +199,10 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
     if isinstance(config, Fp8Config):
         if not options:
             return config
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        keywords = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(
-            f"config was given together with {given}: pass a config or keywords, not both. "
-            f"dataclasses.replace(config, {given}) is the config with these changes"
+            f"config was given together with {keywords}: pass a config or keywords, not both. "
+            f"dataclasses.replace(config, {keywords}) is the config with these changes"
         )
     if isinstance(config, type) and issubclass(config, Fp8Config):
         raise ValueError("config is the class Fp8Config, but must be an instance; did you mean Fp8Config()?")

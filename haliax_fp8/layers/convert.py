@@ -1,4 +1,4 @@
-"""Which layers are routers, those that choose the experts of a row in a mixture of experts."""
+"""fp8_linear_layers and restore_linear_layers, and the decision for each layer."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,74 +20,6 @@ from .kernel import Kernel, axes_of
 from .rule import LayerRule, OnlyIfNamed
 from .served import require_weights
 from .walk import Pattern, as_patterns, find_layers, map_layers, matches, nothing_to_convert, rule_of, unmatched_error
-
-
-ROUTER = OnlyIfNamed(
-    "a router is converted only if a target names it: its rounding errors change which experts a row gets"
-)
-
-
-def routers(kernels: Mapping[str, Kernel]) -> frozenset[str]:
-    """The paths of a model's routers.
-
-    A router is a layer whose outputs are the experts of another one, `Experts` of a `haliax.nn.MoELinear`, whatever its
-    name; or one with a part of its path called `router`. The name `gate` alone does not make a router: gated units have
-    gates too. A router has few outputs, so FP8 would save no time.
-
-    Args:
-        kernels: The kernels of a model's layers by path.
-
-    Example:
-        >>> import haliax as hax
-        >>> Embed, Experts = hax.Axis("embed", 8), hax.Axis("experts", 4)
-        >>> gate, up = Kernel(None, Embed, Experts), Kernel(None, Embed, hax.Axis("mlp", 16), Experts)
-        >>> sorted(routers({"moe.gate": gate, "moe.up": up})), sorted(routers({"mlp.gate": gate}))
-        (['moe.gate'], [])
-    """
-    experts = [_names(kernel.Experts) for kernel in kernels.values() if kernel.Experts is not None]
-    return frozenset(
-        path
-        for path, kernel in kernels.items()
-        if kernel.Experts is None and ("router" in path.split(".") or _names(kernel.Out) in experts)
-    )
-
-
-def _names(axes: Any) -> tuple[str, ...] | None:
-    """The names of axes; None if there are none, but a number."""
-    return None if axes is None or isinstance(axes, int | str) else tuple(axis.name for axis in axes_of(axes))
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """What happens to one layer.
-
-    Args:
-        layer: The layer.
-        rule: Its rule.
-        stack: The stacks that it is in.
-        recipe: The recipe that it gets; None if it stays in high precision.
-        reason: Why it stays in high precision; empty otherwise.
-        selected: The recipe that the patterns select for it, whether or not it would be faster.
-        refusal: Why it cannot be converted, or is converted only if it is named; None for most layers.
-    """
-
-    layer: Any
-    rule: LayerRule
-    stack: tuple[hax.Axis, ...]
-    recipe: Recipe | None
-    reason: str
-    selected: Recipe | None
-    refusal: str | OnlyIfNamed | None
-
-    @property
-    def is_convertible(self) -> bool:
-        """Whether the layer is converted, or could be with other targets, overrides or tokens."""
-        return self.recipe is not None or self.rule.op(self.layer) is not None or self.refusal is None
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether the layer is selected, and stays in high precision because FP8 would not be faster."""
-        return self.selected is not None and self.recipe is None
 
 
 def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: Unpack[Fp8Options]) -> M:
@@ -128,8 +60,8 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
     if slower and all(decision.recipe is None for decision in decisions.values()):
         raise _nothing_faster(config, slower)
     if not any(decision.is_convertible for decision in decisions.values()):
-        left = {path: decision.reason for path, decision in decisions.items()}
-        raise nothing_to_convert(module, config.rules, left)
+        refusals = {path: decision.reason for path, decision in decisions.items()}
+        raise nothing_to_convert(module, config.rules, refusals)
     if not config.emulate:
         device = Device.default()
         chosen = [(decision, decision.recipe) for decision in decisions.values() if decision.recipe is not None]
@@ -209,26 +141,59 @@ def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
     return map_layers(restore, module, rules)
 
 
-_BESIDE_A_HEAD = OnlyIfNamed("an embedding; as a tied head only if a target names it")
+# --- the decision for each layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What happens to one layer.
+
+    Args:
+        layer: The layer.
+        rule: Its rule.
+        stack: The stacks that it is in.
+        recipe: The recipe that it gets; None if it stays in high precision.
+        reason: Why it stays in high precision; empty otherwise.
+        selected: The recipe that the patterns select for it, whether or not it would be faster.
+        refusal: Why it cannot be converted, or is converted only if it is named; None for most layers.
+    """
+
+    layer: Any
+    rule: LayerRule
+    stack: tuple[hax.Axis, ...]
+    recipe: Recipe | None
+    reason: str
+    selected: Recipe | None
+    refusal: str | OnlyIfNamed | None
+
+    @property
+    def is_convertible(self) -> bool:
+        """Whether the layer is converted, or could be with other targets, overrides or tokens."""
+        return self.recipe is not None or self.rule.op(self.layer) is not None or self.refusal is None
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the layer is selected, and stays in high precision because FP8 would not be faster."""
+        return self.selected is not None and self.recipe is None
 
 
 def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
     """The decision for each layer, by path; raises as described in `fp8_linear_layers`."""
-    found = find_layers(module, config.rules)
-    for name, given in (
+    layers = find_layers(module, config.rules)
+    for name, patterns in (
         ("targets", config.targets or ()),
         ("exclude", config.exclude),
         ("overrides", (*config.overrides,)),
     ):
-        for pattern in as_patterns(name, given):
-            if not any(matches(pattern, path, layer) for path, (layer, _) in found.items()):
-                raise unmatched_error(name, pattern, list(found))
-    rules = {path: rule_of(layer, config.rules) for path, (layer, _) in found.items()}
-    kernels = {path: rules[path].kernel(layer) for path, (layer, _) in found.items()}
+        for pattern in as_patterns(name, patterns):
+            if not any(matches(pattern, path, layer) for path, (layer, _) in layers.items()):
+                raise unmatched_error(name, pattern, list(layers))
+    rules = {path: rule_of(layer, config.rules) for path, (layer, _) in layers.items()}
+    kernels = {path: rules[path].kernel(layer) for path, (layer, _) in layers.items()}
     are_routers = routers(kernels)
-    heads = [kernel.Out for path, kernel in kernels.items() if not isinstance(found[path][0], hnn.Embedding)]
+    heads = [kernel.Out for path, kernel in kernels.items() if not isinstance(layers[path][0], hnn.Embedding)]
     decisions = {}
-    for path, (layer, stack) in found.items():
+    for path, (layer, stack) in layers.items():
         rule = rules[path]
         is_beside_head = isinstance(layer, hnn.Embedding) and layer.Vocab in heads
         refusal = _refusal(layer, rule, is_router=path in are_routers, is_beside_head=is_beside_head)
@@ -262,7 +227,7 @@ def _refusal(layer: Any, rule: LayerRule, *, is_router: bool, is_beside_head: bo
             return refusal
         refusal = None
     if is_router:
-        refusal = ROUTER
+        refusal = _ROUTER
     return _BESIDE_A_HEAD if refusal is not None and is_beside_head else refusal
 
 
@@ -284,3 +249,41 @@ def _select(path: str, layer: Any, config: Fp8Config) -> tuple[Recipe | None, st
 def _override(path: str, layer: Any, config: Fp8Config) -> Pattern | None:
     """The first override that selects a layer."""
     return next((pattern for pattern in config.overrides if matches(pattern, path, layer)), None)
+
+
+_ROUTER = OnlyIfNamed(
+    "a router is converted only if a target names it: its rounding errors change which experts a row gets"
+)
+
+
+_BESIDE_A_HEAD = OnlyIfNamed("an embedding; as a tied head only if a target names it")
+
+
+def routers(kernels: Mapping[str, Kernel]) -> frozenset[str]:
+    """The paths of a model's routers.
+
+    A router is a layer whose outputs are the experts of another one, `Experts` of a `haliax.nn.MoELinear`, whatever its
+    name; or one with a part of its path called `router`. The name `gate` alone does not make a router: gated units have
+    gates too. A router has few outputs, so FP8 would save no time.
+
+    Args:
+        kernels: The kernels of a model's layers by path.
+
+    Example:
+        >>> import haliax as hax
+        >>> Embed, Experts = hax.Axis("embed", 8), hax.Axis("experts", 4)
+        >>> gate, up = Kernel(None, Embed, Experts), Kernel(None, Embed, hax.Axis("mlp", 16), Experts)
+        >>> sorted(routers({"moe.gate": gate, "moe.up": up})), sorted(routers({"mlp.gate": gate}))
+        (['moe.gate'], [])
+    """
+    experts = [_names(kernel.Experts) for kernel in kernels.values() if kernel.Experts is not None]
+    return frozenset(
+        path
+        for path, kernel in kernels.items()
+        if kernel.Experts is None and ("router" in path.split(".") or _names(kernel.Out) in experts)
+    )
+
+
+def _names(axes: Any) -> tuple[str, ...] | None:
+    """The names of axes; None if there are none, but a number."""
+    return None if axes is None or isinstance(axes, int | str) else tuple(axis.name for axis in axes_of(axes))

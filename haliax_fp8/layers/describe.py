@@ -1,4 +1,4 @@
-"""Arrays that no layer of a known class owns: a product with one stays in high precision."""
+"""describe: every linear layer of a model with its recipe, or the reason why it has none."""
 
 import dataclasses
 import os.path
@@ -31,82 +31,172 @@ from .served import AbstractServedLayer
 from .walk import STACKED, all_ops, find_layers, find_rematerialized, is_op, map_layers_in_stacks, path_string, rule_of
 
 
-def arrays_outside(model: Any, rules: tuple[LayerRule, ...]) -> list[str]:
-    """The paths of floating-point arrays of two or more dimensions that belong to no layer with a rule.
-
-    Axes of stacks and ensembles do not count, nor do the arrays of Equinox's and Haliax's own classes, such as
-    embeddings and norms, or of a module that holds an op of its own.
+def describe(
+    model: Any,
+    config: Fp8Config | None = None,
+    *,
+    device: Device | str | None = None,
+    predict: FasterOn | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    batch: Any = (),
+) -> ModelDescription:
+    """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
 
     Args:
-        model: Any tree.
-        rules: The rules of the layer classes that are known.
+        model: A converted model, or any other tree.
+        config: Another configuration than the model was converted with, to see what that would do; needed for layers of
+            custom rules.
+        device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
+            or emulated; by default the local one.
+        predict: The device and tokens for which to predict the gain of FP8, such as `FasterOn("h100", tokens=8192)`;
+            by default those of the configuration's `only_if`, if any. A layer in high precision is predicted with the
+            recipe that it would get.
+        loss_fn: `loss_fn(model, *batch)`, to find layers that it never calls: a model may multiply by a layer's weight
+            itself. It is traced, not run. Without it, a training step or `calibrate` has found those whose recipe
+            keeps state.
+        batch: The arguments of `loss_fn` after the model, as in `calibrate`: one, or a tuple of several. Their shapes,
+            `jax.ShapeDtypeStruct`, are enough.
+
+    Returns:
+        The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
+
+    Raises:
+        ValueError: If `model` is not a tree of layers, the device's name is unknown, or `config` is not an `Fp8Config`;
+            if `loss_fn` is not a function, or there is a batch without one; or if anything but its own update changed
+            the FP8 state of the model.
+
+    Example:
+        >>> In, Out = hax.Axis("in", 8), hax.Axis("out", 4)
+        >>> layer = hax.nn.Linear.init(In, Out, key=jax.random.key(0))
+        >>> describe({"up": layer})["up"].reason
+        'not converted'
     """
-    layer_types = tuple(jax.tree.leaves([rule.layer_type for rule in rules]))
-    ensembles = _ensembles(model, rules)
-    found: list[str] = []
-
-    def visit(path: tuple[KeyEntry, ...], node: Any, stack: tuple[str, ...], *, is_owned: bool) -> None:
-        if isinstance(node, (*layer_types, OverwriteWithGradient)) or is_op(node):
-            return
-        if isinstance(node, hax.NamedArray) or _is_array(node):
-            if not is_owned and _dimensions(node, path, stack, ensembles) >= 2:
-                found.append(path_string(path))
-            return
-        if isinstance(node, hnn.Stacked):
-            visit((*path, STACKED), node.stacked, (*stack, node.Block.name), is_owned=False)
-            return
-        is_owned = type(node).__module__.startswith(("equinox.nn", "haliax.nn")) or _multiplies(node)
-        for key, child in _children(node):
-            visit((*path, *key), child, stack, is_owned=is_owned)
-
-    visit((), model, (), is_owned=False)
-    return found
-
-
-def _children(node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What is one level below a node; nothing for a leaf."""
-    for path, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]:
-        if child is not node:
-            yield path, child
-
-
-def _multiplies(node: Any) -> bool:
-    """Whether a module has an op for its own arrays, or an einsum, which has nothing but an op."""
-
-    def is_own(value: Any) -> bool:
-        below = [child for _, child in _children(value)] if isinstance(value, eqx.Module) else []
-        return is_op(value) or (len(below) == 1 and is_op(below[0]))
-
-    return isinstance(node, eqx.Module) and any(is_own(child) for _, child in _children(node))
-
-
-def _is_array(node: Any) -> bool:
-    is_array = eqx.is_array(node) or isinstance(node, jax.ShapeDtypeStruct)
-    return is_array and jnp.issubdtype(node.dtype, jnp.floating)
-
-
-def _dimensions(node: Any, path: tuple[KeyEntry, ...], stack: tuple[str, ...], ensembles: Mapping[str, int]) -> int:
-    """How many axes an array has, without those of stacks and ensembles."""
-    if isinstance(node, hax.NamedArray):
-        return len([name for name in node.axis_names if name not in stack]) if _is_array(node.array) else 0
-    if not ensembles:
-        return node.ndim - len(stack)
-    # A plain array does not say which of its axes are of ensembles: the nearest layer's kernel does.
-    common = lambda other: len(os.path.commonprefix([path_string(path).split("."), other.split(".")]))
-    nearest = max(ensembles, key=common)
-    return node.ndim - (ensembles[nearest] if common(nearest) else min(ensembles.values()))
+    require_layers(model, "describe(model)")
+    _require_no_device(config)
+    check_not_modified(model)
+    named = None if device is None else Device.of(device, of="describe")
+    chosen = Device.default() if named is None else named
+    config_in_use = as_config(config)
+    predict = config_in_use.only_if if predict is None else predict
+    reasons = _reasons_of_conversion(model) if config is None else {}
+    if loss_fn is not None:
+        _require_loss(loss_fn)
+        model = with_calls_of_loss(model, loss_fn, batch if isinstance(batch, tuple) else (batch,), config_in_use.rules)
+    elif not (isinstance(batch, tuple) and not batch):
+        raise ValueError("batch was given without loss_fn; use describe(model, loss_fn=loss_fn, batch=(x, y))")
+    rows = []
+    for path, decision in decide(model, config_in_use).items():
+        layer, rule, stack = decision.layer, decision.rule, decision.stack
+        op, kernel = rule.op(layer), rule.kernel(layer)
+        recipe, residual = decision.selected, config_in_use.kernel_residual
+        text, recipe_in_use = None, None
+        if op is not None:
+            recipe, residual = op.recipe, op.kernel_residual
+            text, recipe_in_use = str(op.recipe), op.recipe
+        elif isinstance(layer, AbstractServedLayer):
+            text, recipe_in_use = layer.kernel.text, layer.kernel.recipe
+        rows.append(
+            LayerDescription(
+                path=path,
+                shape=kernel.text,
+                stacked=_sizes(stack),
+                recipe=text,
+                reason="" if text is not None else reasons.get(path) or decision.reason or "not converted",
+                support=None if recipe_in_use is None else kernel.support(recipe_in_use, chosen),
+                prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
+                uncalibrated=() if op is None else uncalibrated_operands(op.state),
+                **({} if op is None else _recorded(op, is_traced=loss_fn is not None)),
+                is_fp4=recipe_in_use is not None and recipe_in_use.kernel.format.bits <= 4,
+                scales="" if op is None else op.recipe.scale_rounding,
+                is_linear=text is not None or not _is_of_another_kind(layer, rule),
+            )
+        )
+    if not any(row.recorded for row in rows):
+        # Before the first step, no operand is worth a word.
+        rows = [dataclasses.replace(row, unrecorded=()) for row in rows]
+    others = tuple(_arrays_outside(model, config_in_use.rules))
+    head = _head(rows) if all_ops(model) else ""
+    return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)), others, head)
 
 
-def _ensembles(model: Any, rules: tuple[LayerRule, ...]) -> dict[str, int]:
-    """How many axes of ensembles and stacks are in front of each layer's kernel, by path."""
-    counts = {}
-    for path, (layer, stack) in find_layers(model, rules).items():
-        members, inner = rule_of(layer, rules).kernel(layer).members_and_stack(stack)
-        counts[path] = len(members) + len(inner)
-    return counts
+def _require_no_device(config: Any) -> None:
+    if isinstance(config, Device) or (isinstance(config, str) and is_device_name(config)):
+        shown = repr(config) if isinstance(config, str) else "..."
+        raise ValueError(f"config is a device; use describe(model, device={shown})")
+
+
+def _require_loss(loss_fn: Any) -> None:
+    if isinstance(loss_fn, eqx.Module) or not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn is of type {type(loss_fn).__name__}, but must be a function: describe(model, loss_fn=loss_fn, "
+            "batch=(x, y)), which calls loss_fn(model, x, y)"
+        )
+
+
+def _reasons_of_conversion(model: Any) -> dict[str, str]:
+    """Why layers stay in high precision, by path, as far as the model's conversions said."""
+    # All ops of a conversion keep one object.
+    conversions = {id(op.skipped): op.skipped.reasons for op in all_ops(model) if op.skipped is not None}
+    return {path: reason for reasons in conversions.values() for path, reason in reasons.items()}
+
+
+def _is_of_another_kind(layer: Any, rule: LayerRule) -> bool:
+    """Whether a layer in high precision does not count as a linear one, such as an embedding."""
+    return isinstance(layer, hnn.Embedding) or isinstance(rule.refusal(layer), OnlyIfNamed)
+
+
+def _recorded(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
+    """What is known of an op's amaxes, as far as they can be read, and of its calls."""
+    uncalled = None if op.skipped is None else op.skipped.uncalled
+    if not isinstance(op.state, OpState):
+        return {"uncalled": uncalled}
+    named = zip(OPERAND_NAMES, op.state.scalings, strict=False)
+    delayed = {operand for operand, scaling in named if isinstance(scaling, DelayedScaling)}
+    # An output gradient of zeros leaves its history empty, even in training.
+    expected = delayed - {"output_grad"} or delayed
+    unrecorded = tuple(operand for operand in unrecorded_operands(op.state) if operand in expected)
+    recorded = len(unrecorded) < len(expected) if delayed else None
+    if recorded and uncalled and not is_traced:
+        uncalled = None  # another loss than the last one calls it
+    return {"recorded": recorded, "unrecorded": unrecorded, "uncalled": uncalled}
+
+
+def _sizes(stack: tuple[hax.Axis, ...]) -> str:
+    return " × ".join(f"{axis.name} {axis.size}" for axis in stack)
+
+
+_HEADS = ("head", "lm_head", "classifier", "logits", "to_logits", "unembed", "output", "output_layer", "out_layer")
+
+
+_LAST_OF_A_LIST = re.compile(r"[^\d.][^.]*\.\d+")
+
+
+def _head(rows: Sequence[LayerDescription]) -> str:
+    """The path of the converted layer whose output the loss seems to read, by its name or its place; or nothing."""
+    alone = [row for row in rows if row.is_linear and not row.stacked]
+    named = [row for row in alone if row.path.rpartition(".")[2] in _HEADS]
+    above = [row.path.rpartition(".")[0] for row in alone]
+    # The last layer of a list of layers, as in an MLP.
+    in_list = len(alone) > 1 and above[-1] == above[-2] and _LAST_OF_A_LIST.fullmatch(alone[-1].path)
+    last = named[-1:] or (alone[-1:] if in_list and alone[-1] is rows[-1] else [])
+    return last[0].path if last and last[0].is_fp8 else ""
+
+
+def recipes_of(model: Any) -> list[Recipe]:
+    """The recipes of a model's FP8 products, each once.
+
+    Args:
+        model: A converted model, or any other tree.
+    """
+    return list(dict.fromkeys(op.recipe for op in all_ops(model)))
+
+
+# --- which layers a loss calls
 
 
 MULTIPLIES_ITSELF = "never called: the model multiplies by its weight itself; exclude it"
+
+
 UNUSED = "never called: the loss does not use this layer"
 
 
@@ -168,7 +258,7 @@ def with_calls[M](model: M, used: Any) -> M:
     reasons = iter([why(path, node) for path, node in nodes if is_op(node)])
 
     def mark(node: Any) -> Any:
-        return _marked(node, next(reasons)) if is_op(node) else node
+        return _with_call(node, next(reasons)) if is_op(node) else node
 
     return jax.tree.map(mark, model, is_leaf=is_op)
 
@@ -181,173 +271,93 @@ def with_calls_of[M](model: M, other: Any) -> M:
         other: A tree with the same ops, such as its gradients.
     """
     known = [op.skipped and op.skipped.uncalled for op in all_ops(other)]
-    own = [op.skipped and op.skipped.uncalled for op in all_ops(model)]
-    if len(known) != len(own) or all(reason in (None, mine) for reason, mine in zip(known, own, strict=True)):
+    present = [op.skipped and op.skipped.uncalled for op in all_ops(model)]
+    if len(known) != len(present) or all(new in (None, old) for new, old in zip(known, present, strict=True)):
         return model
     reasons = iter(known)
-    return jax.tree.map(lambda node: _marked(node, next(reasons)) if is_op(node) else node, model, is_leaf=is_op)
+    return jax.tree.map(lambda node: _with_call(node, next(reasons)) if is_op(node) else node, model, is_leaf=is_op)
 
 
-def _marked(op: Any, uncalled: str | None) -> Any:
+def _with_call(op: Any, uncalled: str | None) -> Any:
     # An op without it was not made by a conversion; with it, it would have another tree structure.
     if op.skipped is None or uncalled is None:
         return op
     return dataclasses.replace(op, skipped=Skipped(op.skipped.reasons, uncalled))
 
 
-def describe(
-    model: Any,
-    config: Fp8Config | None = None,
-    *,
-    device: Device | str | None = None,
-    predict: FasterOn | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    batch: Any = (),
-) -> ModelDescription:
-    """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
+# --- arrays that belong to no layer
+
+
+def _arrays_outside(model: Any, rules: tuple[LayerRule, ...]) -> list[str]:
+    """The paths of floating-point arrays of two or more dimensions that belong to no layer with a rule.
+
+    Axes of stacks and ensembles do not count, nor do the arrays of Equinox's and Haliax's own classes, such as
+    embeddings and norms, or of a module that holds an op of its own.
 
     Args:
-        model: A converted model, or any other tree.
-        config: Another configuration than the model was converted with, to see what that would do; needed for layers of
-            custom rules.
-        device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
-            or emulated; by default the local one.
-        predict: The device and tokens for which to predict the gain of FP8, such as `FasterOn("h100", tokens=8192)`;
-            by default those of the configuration's `only_if`, if any. A layer in high precision is predicted with the
-            recipe that it would get.
-        loss_fn: `loss_fn(model, *batch)`, to find layers that it never calls: a model may multiply by a layer's weight
-            itself. It is traced, not run. Without it, a training step or `calibrate` has found those whose recipe
-            keeps state.
-        batch: The arguments of `loss_fn` after the model, as in `calibrate`: one, or a tuple of several. Their shapes,
-            `jax.ShapeDtypeStruct`, are enough.
-
-    Returns:
-        The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
-
-    Raises:
-        ValueError: If `model` is not a tree of layers, the device's name is unknown, or `config` is not an `Fp8Config`;
-            if `loss_fn` is not a function, or there is a batch without one; or if anything but its own update changed
-            the FP8 state of the model.
-
-    Example:
-        >>> In, Out = hax.Axis("in", 8), hax.Axis("out", 4)
-        >>> layer = hax.nn.Linear.init(In, Out, key=jax.random.key(0))
-        >>> describe({"up": layer})["up"].reason
-        'not converted'
+        model: Any tree.
+        rules: The rules of the layer classes that are known.
     """
-    require_layers(model, "describe(model)")
-    _require_no_device(config)
-    check_not_modified(model)
-    named = None if device is None else Device.of(device, of="describe")
-    chosen = Device.default() if named is None else named
-    given = as_config(config)
-    predict = given.only_if if predict is None else predict
-    kept = _kept_reasons(model) if config is None else {}
-    if loss_fn is not None:
-        _require_loss(loss_fn)
-        model = with_calls_of_loss(model, loss_fn, batch if isinstance(batch, tuple) else (batch,), given.rules)
-    elif not (isinstance(batch, tuple) and not batch):
-        raise ValueError("batch was given without loss_fn; use describe(model, loss_fn=loss_fn, batch=(x, y))")
-    rows = []
-    for path, decision in decide(model, given).items():
-        layer, rule, stack = decision.layer, decision.rule, decision.stack
-        op, kernel = rule.op(layer), rule.kernel(layer)
-        recipe, residual = decision.selected, given.kernel_residual
-        text, multiplied = None, None
-        if op is not None:
-            recipe, residual = op.recipe, op.kernel_residual
-            text, multiplied = str(op.recipe), op.recipe
-        elif isinstance(layer, AbstractServedLayer):
-            text, multiplied = layer.kernel.text, layer.kernel.recipe
-        rows.append(
-            LayerDescription(
-                path=path,
-                shape=kernel.text,
-                stacked=_sizes(stack),
-                recipe=text,
-                reason="" if text is not None else kept.get(path) or decision.reason or "not converted",
-                support=None if multiplied is None else kernel.support(multiplied, chosen),
-                prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
-                uncalibrated=() if op is None else uncalibrated_operands(op.state),
-                **({} if op is None else _recorded(op, is_traced=loss_fn is not None)),
-                is_fp4=multiplied is not None and multiplied.kernel.format.bits <= 4,
-                scales="" if op is None else op.recipe.scale_rounding,
-                is_linear=text is not None or not _is_of_another_kind(layer, rule),
-            )
-        )
-    if not any(row.recorded for row in rows):
-        # Before the first step, no operand is worth a word.
-        rows = [dataclasses.replace(row, unrecorded=()) for row in rows]
-    others = tuple(arrays_outside(model, given.rules))
-    head = _head(rows) if all_ops(model) else ""
-    return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)), others, head)
+    layer_types = tuple(jax.tree.leaves([rule.layer_type for rule in rules]))
+    ensembles = _ensembles(model, rules)
+    paths: list[str] = []
+
+    def visit(path: tuple[KeyEntry, ...], node: Any, stack: tuple[str, ...], *, is_owned: bool) -> None:
+        if isinstance(node, (*layer_types, OverwriteWithGradient)) or is_op(node):
+            return
+        if isinstance(node, hax.NamedArray) or _is_array(node):
+            if not is_owned and _dimensions(node, path, stack, ensembles) >= 2:
+                paths.append(path_string(path))
+            return
+        if isinstance(node, hnn.Stacked):
+            visit((*path, STACKED), node.stacked, (*stack, node.Block.name), is_owned=False)
+            return
+        is_owned = type(node).__module__.startswith(("equinox.nn", "haliax.nn")) or _multiplies(node)
+        for key, child in _children(node):
+            visit((*path, *key), child, stack, is_owned=is_owned)
+
+    visit((), model, (), is_owned=False)
+    return paths
 
 
-def _is_of_another_kind(layer: Any, rule: LayerRule) -> bool:
-    """Whether a layer in high precision does not count as a linear one, such as an embedding."""
-    return isinstance(layer, hnn.Embedding) or isinstance(rule.refusal(layer), OnlyIfNamed)
+def _children(node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What is one level below a node; nothing for a leaf."""
+    for path, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]:
+        if child is not node:
+            yield path, child
 
 
-_HEADS = ("head", "lm_head", "classifier", "logits", "to_logits", "unembed", "output", "output_layer", "out_layer")
-_LAST_OF_A_LIST = re.compile(r"[^\d.][^.]*\.\d+")
+def _multiplies(node: Any) -> bool:
+    """Whether a module has an op for its own arrays, or an einsum, which has nothing but an op."""
+
+    def is_op_or_einsum(value: Any) -> bool:
+        below = [child for _, child in _children(value)] if isinstance(value, eqx.Module) else []
+        return is_op(value) or (len(below) == 1 and is_op(below[0]))
+
+    return isinstance(node, eqx.Module) and any(is_op_or_einsum(child) for _, child in _children(node))
 
 
-def _head(rows: Sequence[LayerDescription]) -> str:
-    """The path of the converted layer whose output the loss seems to read, by its name or its place; or nothing."""
-    alone = [row for row in rows if row.is_linear and not row.stacked]
-    named = [row for row in alone if row.path.rpartition(".")[2] in _HEADS]
-    above = [row.path.rpartition(".")[0] for row in alone]
-    # The last layer of a list of layers, as in an MLP.
-    in_list = len(alone) > 1 and above[-1] == above[-2] and _LAST_OF_A_LIST.fullmatch(alone[-1].path)
-    last = named[-1:] or (alone[-1:] if in_list and alone[-1] is rows[-1] else [])
-    return last[0].path if last and last[0].is_fp8 else ""
+def _is_array(node: Any) -> bool:
+    is_array = eqx.is_array(node) or isinstance(node, jax.ShapeDtypeStruct)
+    return is_array and jnp.issubdtype(node.dtype, jnp.floating)
 
 
-def _require_loss(loss_fn: Any) -> None:
-    if isinstance(loss_fn, eqx.Module) or not callable(loss_fn):
-        raise ValueError(
-            f"loss_fn is of type {type(loss_fn).__name__}, but must be a function: describe(model, loss_fn=loss_fn, "
-            "batch=(x, y)), which calls loss_fn(model, x, y)"
-        )
+def _dimensions(node: Any, path: tuple[KeyEntry, ...], stack: tuple[str, ...], ensembles: Mapping[str, int]) -> int:
+    """How many axes an array has, without those of stacks and ensembles."""
+    if isinstance(node, hax.NamedArray):
+        return len([name for name in node.axis_names if name not in stack]) if _is_array(node.array) else 0
+    if not ensembles:
+        return node.ndim - len(stack)
+    # A plain array does not say which of its axes are of ensembles: the nearest layer's kernel does.
+    common = lambda other: len(os.path.commonprefix([path_string(path).split("."), other.split(".")]))
+    nearest = max(ensembles, key=common)
+    return node.ndim - (ensembles[nearest] if common(nearest) else min(ensembles.values()))
 
 
-def _kept_reasons(model: Any) -> dict[str, str]:
-    """Why layers stay in high precision, by path, as far as the model's conversions said."""
-    # All ops of a conversion keep one object.
-    found = {id(op.skipped): op.skipped.reasons for op in all_ops(model) if op.skipped is not None}
-    return {path: reason for reasons in found.values() for path, reason in reasons.items()}
-
-
-def _recorded(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
-    """What is known of an op's amaxes, as far as they can be read, and of its calls."""
-    uncalled = None if op.skipped is None else op.skipped.uncalled
-    if not isinstance(op.state, OpState):
-        return {"uncalled": uncalled}
-    named = zip(OPERAND_NAMES, op.state.scalings, strict=False)
-    delayed = {operand for operand, scaling in named if isinstance(scaling, DelayedScaling)}
-    # An output gradient of zeros leaves its history empty, even in training.
-    expected = delayed - {"output_grad"} or delayed
-    unrecorded = tuple(operand for operand in unrecorded_operands(op.state) if operand in expected)
-    recorded = len(unrecorded) < len(expected) if delayed else None
-    if recorded and uncalled and not is_traced:
-        uncalled = None  # another loss than the last one calls it
-    return {"recorded": recorded, "unrecorded": unrecorded, "uncalled": uncalled}
-
-
-def _require_no_device(config: Any) -> None:
-    if isinstance(config, Device) or (isinstance(config, str) and is_device_name(config)):
-        shown = repr(config) if isinstance(config, str) else "..."
-        raise ValueError(f"config is a device; use describe(model, device={shown})")
-
-
-def recipes_of(model: Any) -> list[Recipe]:
-    """The recipes of a model's FP8 products, each once.
-
-    Args:
-        model: A converted model, or any other tree.
-    """
-    return list(dict.fromkeys(op.recipe for op in all_ops(model)))
-
-
-def _sizes(stack: tuple[hax.Axis, ...]) -> str:
-    return " × ".join(f"{axis.name} {axis.size}" for axis in stack)
+def _ensembles(model: Any, rules: tuple[LayerRule, ...]) -> dict[str, int]:
+    """How many axes of ensembles and stacks are in front of each layer's kernel, by path."""
+    counts = {}
+    for path, (layer, stack) in find_layers(model, rules).items():
+        ensemble, inner = rule_of(layer, rules).kernel(layer).members_and_stack(stack)
+        counts[path] = len(ensemble) + len(inner)
+    return counts

@@ -1,4 +1,4 @@
-"""The rows of `describe`'s table: what layers have in common is said once."""
+"""The rows of `describe`'s table, where layers that are alike share a row."""
 
 import dataclasses
 import itertools

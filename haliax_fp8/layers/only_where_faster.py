@@ -127,8 +127,8 @@ class FasterOn:
         if size is None or not kernel.support(recipe, self._device).is_native:
             return None
         rows = self.tokens * (self.experts_per_token if size.experts > 1 else 1)
-        kept = kernel_residual.decided(measures_again=recipe.measures_kernel_again, stacked=bool(stack))
-        work = LayerWork(size, rows, recipe, kept, self._device)
+        residual = kernel_residual.decided(measures_again=recipe.measures_kernel_again, stacked=bool(stack))
+        work = LayerWork(size, rows, recipe, residual, self._device)
         return predict(work, self._peaks, self.efficiency, repeats=math.prod(axis.size for axis in stack))
 
     def refusal(

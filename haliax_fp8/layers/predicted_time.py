@@ -1,4 +1,4 @@
-"""How long a layer's products take, in FP8 and in high precision: an estimate."""
+"""An estimate of the time that a layer's products take, in FP8 and in high precision."""
 
 import dataclasses
 import math
@@ -129,8 +129,8 @@ class LayerWork:
         if not self._is_fp8(product) or self._is_in_blocks(product):
             return False
         scalings = [quantization.scaling for quantization in self.recipe.products[product]]
-        of_members = self.size.members > 1 and any(scaling.memory is not None for scaling in scalings)
-        return of_members or self.size.experts > 1 or any(scaling.per_axis for scaling in scalings)
+        in_ensemble = self.size.members > 1 and any(scaling.memory is not None for scaling in scalings)
+        return in_ensemble or self.size.experts > 1 or any(scaling.per_axis for scaling in scalings)
 
     def _multiple(self, product: ProductName) -> int:
         """cuBLASLt takes matrices whose sides are multiples of 16 bytes."""

@@ -1,4 +1,4 @@
-"""OnlyIfNamed: the reason of layers that are converted only if `targets` or an override selects them."""
+"""LayerRule: how the layers of one class are converted, and why some are not."""
 
 import abc
 import dataclasses
@@ -145,7 +145,7 @@ class Refused(LayerRule):
 def integer_weight(weight: Any) -> str | None:
     """The refusal of weights that are missing or not floating-point; None if they are, or are not arrays at all."""
     if weight is None:
-        return "it has no weight of its own, such as a layer whose kernel is in FP8 for good"
+        return "its weight is missing: the layer was probably quantized for inference"
     array = weight.array if isinstance(weight, hax.NamedArray) else weight
     if isinstance(array, str | bytes | bool | int | float | complex):
         return f"its weight is of type {type(array).__name__}, not an array"

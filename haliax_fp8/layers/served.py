@@ -1,4 +1,4 @@
-"""Layers whose kernels are quantized for good: what they all have, and their rule."""
+"""Layers whose kernels are quantized for inference: their interface and their rule."""
 
 import abc
 import dataclasses
@@ -60,13 +60,13 @@ class ServedLayers(LayerRule):
         return layer
 
 
-def require_weights(model: Any, name: str, otherwise: str) -> None:
+def require_weights(model: Any, name: str, remedy: str) -> None:
     """Raises a ValueError that names the layers without a weight, if `quantize_for_inference` made any.
 
     Args:
         model: A model, or any tree.
         name: The argument's name.
-        otherwise: What to do, other than make plain layers.
+        remedy: What to do, other than make plain layers.
     """
     is_served = lambda node: isinstance(node, AbstractServedLayer)
     nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_served)[0]
@@ -76,5 +76,5 @@ def require_weights(model: Any, name: str, otherwise: str) -> None:
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     raise ValueError(
         f"{name} was made by quantize_for_inference: it has FP8 data in place of the weight of {', '.join(paths[:3])}"
-        f"{more}. {otherwise}; or take plain layers, whose weights are the rounded ones: serving.dequantize(model)"
+        f"{more}. {remedy}; or take plain layers, whose weights are the rounded ones: serving.dequantize(model)"
     )

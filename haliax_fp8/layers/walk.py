@@ -1,4 +1,4 @@
-"""Walking a model's tree: its layers and ops, their paths, and the patterns that select them."""
+"""Walks over a model's tree: its layers and ops by path, and the patterns that select layers."""
 
 import abc
 import dataclasses
@@ -19,8 +19,122 @@ from .._op import Fp8DotGeneral
 from .rule import LayerRule, Refused
 
 
+# --- layers
+
+
+def rule_of(layer: Any, rules: tuple[LayerRule, ...]) -> LayerRule:
+    """The first rule whose class fits the layer."""
+    return next(rule for rule in rules if isinstance(layer, rule.layer_type))
+
+
+def find_layers(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[Any, tuple[hax.Axis, ...]]]:
+    """Every layer that has a rule, by path, with the axes of the stacks that it is in."""
+    layers: dict[str, tuple[Any, tuple[hax.Axis, ...]]] = {}
+
+    def collect(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
+        layers[path] = (layer, stack)
+        return layer
+
+    _walk(collect, module, rules, (), ())
+    return layers
+
+
+def map_layers[M](function: Callable[[str, Any], M], module: M, rules: tuple[LayerRule, ...]) -> M:
+    """The tree with every layer that has a rule replaced by `function(path, layer)`."""
+    return map_layers_in_stacks(lambda path, layer, stack: function(path, layer), module, rules)
+
+
+def map_layers_in_stacks[M](
+    function: Callable[[str, Any, tuple[hax.Axis, ...]], Any], module: M, rules: tuple[LayerRule, ...]
+) -> M:
+    """Like `map_layers`, for a function that also takes the axes of the stacks that a layer is in."""
+    return _walk(function, module, rules, (), ())
+
+
+def _walk(
+    function: Callable[[str, Any, tuple[hax.Axis, ...]], Any],
+    tree: Any,
+    rules: tuple[LayerRule, ...],
+    prefix: tuple[KeyEntry, ...],
+    stack: tuple[hax.Axis, ...],
+) -> Any:
+    layer_types = tuple(jax.tree.leaves([rule.layer_type for rule in rules]))
+
+    def visit(path: tuple[KeyEntry, ...], node: Any) -> Any:
+        path = prefix + path
+        if isinstance(node, layer_types):
+            return function(path_string(path), node, stack)
+        if isinstance(node, hnn.Stacked):
+            inner = _walk(function, node.stacked, rules, (*path, STACKED), (*stack, node.Block))
+            return dataclasses.replace(node, stacked=inner)
+        return node
+
+    return jax.tree_util.tree_map_with_path(
+        visit, tree, is_leaf=lambda node: isinstance(node, (*layer_types, hnn.Stacked))
+    )
+
+
+STACKED = jax.tree_util.GetAttrKey("stacked")
+
+
+def path_string(path: Sequence[KeyEntry]) -> str:
+    """A path in a tree, its parts joined by dots.
+
+    Example:
+        >>> path_string((GetAttrKey("layers"), SequenceKey(0), DictKey("up")))
+        'layers.0.up'
+    """
+    parts = []
+    for key in path:
+        match key:
+            case GetAttrKey():
+                parts.append(key.name)
+            case SequenceKey():
+                parts.append(str(key.idx))
+            case DictKey() | FlattenedIndexKey():
+                parts.append(str(key.key))
+            case _:
+                parts.append(str(key).strip(".[]'\""))
+    return ".".join(parts)
+
+
+# --- ops
+
+
+def all_ops(model: Any) -> list[Fp8DotGeneral]:
+    """Every op.
+
+    Args:
+        model: A converted model, or any other tree.
+    """
+    return [node for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)]
+
+
+def named_ops(model: Any) -> Iterator[tuple[str, Fp8DotGeneral]]:
+    """Every op with the path of its layer, empty for the model itself; slower than `all_ops`.
+
+    Args:
+        model: A converted model, or any other tree.
+    """
+    for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_op)[0]:
+        if is_op(node):
+            yield path_string(path).removesuffix("dot_general").removesuffix("."), node
+
+
+def is_op(node: Any) -> bool:
+    """Whether a node of a tree is an op."""
+    return isinstance(node, Fp8DotGeneral)
+
+
+# --- patterns
+
+
 type Predicate = Callable[[str, Any], bool]
+
+
 type Pattern = str | re.Pattern[str] | Predicate
+
+
 type Targets = Pattern | Sequence[Pattern]
 
 
@@ -29,7 +143,7 @@ def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
 
     Args:
         name: The argument's name, for errors.
-        targets: What the user gave.
+        targets: The argument.
 
     Raises:
         ValueError: If something is neither a string, a compiled regular expression nor a function, is a layer, or is an
@@ -98,121 +212,21 @@ def unmatched_error(name: str, pattern: Pattern, paths: Sequence[str]) -> ValueE
     return ValueError(f"{name}={pattern!r} selects no layer; the nearest are: {listed}{hint}")
 
 
-def path_string(path: Sequence[KeyEntry]) -> str:
-    """A path in a tree, its parts joined by dots.
-
-    Example:
-        >>> path_string((GetAttrKey("layers"), SequenceKey(0), DictKey("up")))
-        'layers.0.up'
-    """
-    parts = []
-    for key in path:
-        match key:
-            case GetAttrKey():
-                parts.append(key.name)
-            case SequenceKey():
-                parts.append(str(key.idx))
-            case DictKey() | FlattenedIndexKey():
-                parts.append(str(key.key))
-            case _:
-                parts.append(str(key).strip(".[]'\""))
-    return ".".join(parts)
-
-
-def all_ops(model: Any) -> list[Fp8DotGeneral]:
-    """Every op.
-
-    Args:
-        model: A converted model, or any other tree.
-    """
-    return [node for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)]
-
-
-def named_ops(model: Any) -> Iterator[tuple[str, Fp8DotGeneral]]:
-    """Every op with the path of its layer, empty for the model itself; slower than `all_ops`.
-
-    Args:
-        model: A converted model, or any other tree.
-    """
-    for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_op)[0]:
-        if is_op(node):
-            yield path_string(path).removesuffix("dot_general").removesuffix("."), node
-
-
-def is_op(node: Any) -> bool:
-    """Whether a node of a tree is an op."""
-    return isinstance(node, Fp8DotGeneral)
-
-
-STACKED = jax.tree_util.GetAttrKey("stacked")
-
-
-def rule_of(layer: Any, rules: tuple[LayerRule, ...]) -> LayerRule:
-    """The first rule whose class fits the layer."""
-    return next(rule for rule in rules if isinstance(layer, rule.layer_type))
-
-
-def find_layers(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[Any, tuple[hax.Axis, ...]]]:
-    """Every layer that has a rule, by path, with the axes of the stacks that it is in."""
-    found: dict[str, tuple[Any, tuple[hax.Axis, ...]]] = {}
-
-    def collect(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
-        found[path] = (layer, stack)
-        return layer
-
-    _walk(collect, module, rules, (), ())
-    return found
-
-
-def map_layers[M](function: Callable[[str, Any], M], module: M, rules: tuple[LayerRule, ...]) -> M:
-    """The tree with every layer that has a rule replaced by `function(path, layer)`."""
-    return map_layers_in_stacks(lambda path, layer, stack: function(path, layer), module, rules)
-
-
-def map_layers_in_stacks[M](
-    function: Callable[[str, Any, tuple[hax.Axis, ...]], Any], module: M, rules: tuple[LayerRule, ...]
-) -> M:
-    """Like `map_layers`, for a function that also takes the axes of the stacks that a layer is in."""
-    return _walk(function, module, rules, (), ())
-
-
-def _walk(
-    function: Callable[[str, Any, tuple[hax.Axis, ...]], Any],
-    tree: Any,
-    rules: tuple[LayerRule, ...],
-    prefix: tuple[KeyEntry, ...],
-    stack: tuple[hax.Axis, ...],
-) -> Any:
-    layer_types = tuple(jax.tree.leaves([rule.layer_type for rule in rules]))
-
-    def visit(path: tuple[KeyEntry, ...], node: Any) -> Any:
-        path = prefix + path
-        if isinstance(node, layer_types):
-            return function(path_string(path), node, stack)
-        if isinstance(node, hnn.Stacked):
-            inner = _walk(function, node.stacked, rules, (*path, STACKED), (*stack, node.Block))
-            return dataclasses.replace(node, stacked=inner)
-        return node
-
-    return jax.tree_util.tree_map_with_path(
-        visit, tree, is_leaf=lambda node: isinstance(node, (*layer_types, hnn.Stacked))
-    )
-
-
-def nothing_to_convert(module: Any, rules: tuple[LayerRule, ...], left: Mapping[str, str]) -> ValueError:
+def nothing_to_convert(module: Any, rules: tuple[LayerRule, ...], refusals: Mapping[str, str]) -> ValueError:
     """The error for a model without a layer that can be converted.
 
     Args:
-        module: The given model.
+        module: The model.
         rules: The rules of the layer classes that can be converted.
-        left: The reason for each layer that was found and cannot be, by path.
+        refusals: Why each layer that has a rule cannot be converted, by path.
     """
     classes = jax.tree.leaves([rule.layer_type for rule in rules if not isinstance(rule, Refused)])
     names = ", ".join(dict.fromkeys(_public(cls) for cls in classes if not cls.__module__.startswith("haliax_fp8.")))
-    found = "".join(f"; {path or 'the module itself'} cannot be: {reason}" for path, reason in list(left.items())[:3])
+    shown = list(refusals.items())[:3]
+    refused = "".join(f"; {path or 'the module itself'} cannot be: {reason}" for path, reason in shown)
     return ValueError(
-        f"this {type(module).__name__} contains no layer that can be converted{found}. Supported: {names}, anywhere in "
-        "a tree of modules, lists and dicts. If a module multiplies by plain arrays, call an Fp8DotGeneral or "
+        f"this {type(module).__name__} contains no layer that can be converted{refused}. Supported: {names}, anywhere "
+        "in a tree of modules, lists and dicts. If a module multiplies by plain arrays, call an Fp8DotGeneral or "
         "Fp8Einsum there; for your own layer class, give Fp8Config(rules=...) a LayerRule"
     )
 
@@ -221,6 +235,9 @@ def _public(cls: type) -> str:
     """The name by which a class is imported: those of Haliax and Equinox are in `nn`."""
     package = cls.__module__.partition(".")[0]
     return f"{package}.nn.{cls.__name__}" if package in ("haliax", "equinox") else f"{cls.__module__}.{cls.__name__}"
+
+
+# --- rematerialized modules
 
 
 class AbstractRematerialized(abc.ABC):
@@ -238,16 +255,16 @@ def find_rematerialized(model: Any) -> Iterator[tuple[str, str]]:
     Args:
         model: The tree.
     """
-    # A module may hold others: what is found is taken apart again.
-    is_found = lambda node: isinstance(node, AbstractRematerialized)
+    # A module may hold others, so the walk goes on inside each.
+    is_rematerialized = lambda node: isinstance(node, AbstractRematerialized)
 
     def walk(prefix: tuple[Any, ...], tree: Any) -> Iterator[tuple[str, str]]:
-        is_leaf = lambda node: is_found(node) and node is not tree
+        is_leaf = lambda node: is_rematerialized(node) and node is not tree
         for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
-            if is_found(node):
+            if is_rematerialized(node):
                 yield path_string((*prefix, *path)), node.in_short
                 yield from walk((*prefix, *path), node)
 
-    if is_found(model):
+    if is_rematerialized(model):
         yield "", model.in_short
     yield from walk((), model)

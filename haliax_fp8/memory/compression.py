@@ -67,9 +67,9 @@ def compressed(
     def forward(*args: Any) -> tuple[Any, Any]:
         return function(*args), jax.tree.map(lambda x: (quantize(x), jnp.zeros((), x.dtype)), args)
 
-    def backward(kept: Any, gradient: Any) -> Any:
+    def backward(residuals: Any, gradient: Any) -> Any:
         is_kept = lambda node: isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], QuantizedArray)
-        args = jax.tree.map(lambda pair: pair[0].dequantize().astype(pair[1].dtype), kept, is_leaf=is_kept)
+        args = jax.tree.map(lambda pair: pair[0].dequantize().astype(pair[1].dtype), residuals, is_leaf=is_kept)
         return jax.vjp(function, *args)[1](gradient)
 
     apply.defvjp(forward, backward)

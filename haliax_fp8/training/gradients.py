@@ -1,4 +1,4 @@
-"""Gradients with exact state, which only a compiled program can take, and why JAX cannot take some at all."""
+"""filter_grad: gradients whose FP8 state is an exact maximum, and errors for what JAX cannot differentiate."""
 
 import functools
 from collections.abc import Callable, Sequence

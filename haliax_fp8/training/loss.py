@@ -1,4 +1,4 @@
-"""exact_gradients: a loss with the gradient of `filter_grad`, whatever function takes it."""
+"""exact_gradients, and checks of what a loss returns."""
 
 import functools
 from collections.abc import Callable
@@ -53,11 +53,11 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
         if any(map(is_max_grad, jax.tree.leaves(model))):
             # `filter_grad` is already taking the gradient.
             return loss_fn(model, *args, **kwargs)
-        (of_model, of_others), rest = eqx.partition((model, (args, kwargs)), eqx.is_inexact_array)
+        (model_arrays, other_arrays), rest = eqx.partition((model, (args, kwargs)), eqx.is_inexact_array)
         static: list[Any] = []
 
-        def evaluate(function: Callable[..., Any], of_model: Any, of_others: Any) -> Any:
-            model, (args, kwargs) = eqx.combine((of_model, of_others), rest)
+        def evaluate(function: Callable[..., Any], model_arrays: Any, other_arrays: Any) -> Any:
+            model, (args, kwargs) = eqx.combine((model_arrays, other_arrays), rest)
             return function(model, *args, **kwargs)
 
         def arrays_of(result: Any) -> Any:
@@ -66,11 +66,11 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
             return arrays
 
         @jax.custom_vjp
-        def loss(of_model: Any, of_others: Any) -> Any:
-            return arrays_of(evaluate(loss_fn, of_model, of_others))
+        def loss(model_arrays: Any, other_arrays: Any) -> Any:
+            return arrays_of(evaluate(loss_fn, model_arrays, other_arrays))
 
-        def forward(of_model: Any, of_others: Any) -> tuple[Any, Any]:
-            if any(x.perturbed for x in jax.tree.leaves(of_others, is_leaf=_is_primal)):
+        def forward(model_arrays: Any, other_arrays: Any) -> tuple[Any, Any]:
+            if any(x.perturbed for x in jax.tree.leaves(other_arrays, is_leaf=_is_primal)):
                 raise ValueError(
                     "a loss in exact_gradients was differentiated with respect to an argument other than its first, "
                     "the model; move everything that you differentiate into the first argument"
@@ -81,7 +81,7 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
                     f"a loss in exact_gradients was differentiated inside shard_map over {axes}; call "
                     "haliax_fp8.filter_grad(loss_fn) there, or take exact_gradients of a loss that calls shard_map"
                 )
-            values = jax.tree.map(lambda x: x.value, (of_model, of_others), is_leaf=_is_primal)
+            values = jax.tree.map(lambda x: x.value, (model_arrays, other_arrays), is_leaf=_is_primal)
             result, gradients = evaluate(filter_value_and_grad(loss_fn, has_aux=has_aux), *values)
             # The gradients' leaves are the model's, but their tree has no quantized kernels.
             leaves, structure = jax.tree.flatten(values[0])
@@ -89,8 +89,8 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
             gradients = jax.tree.unflatten(structure, [lax.convert_element_type(g, x.dtype) for x, g in pairs])
             return arrays_of(result), (gradients, values[1])
 
-        def backward(kept: Any, cotangents: Any) -> tuple[Any, Any]:
-            gradients, of_others = kept
+        def backward(residuals: Any, cotangents: Any) -> tuple[Any, Any]:
+            gradients, other_arrays = residuals
             (cotangent,) = jax.tree.leaves(cotangents[0] if has_aux else cotangents)
 
             def scaled(node: Any) -> Any:
@@ -102,10 +102,10 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
                 dtype = common_dtype(wide.dtype, factor.dtype)
                 return (wide.astype(dtype) * factor.astype(dtype)).astype(node.dtype)
 
-            return jax.tree.map(scaled, gradients, is_leaf=_is_state), jax.tree.map(jnp.zeros_like, of_others)
+            return jax.tree.map(scaled, gradients, is_leaf=_is_state), jax.tree.map(jnp.zeros_like, other_arrays)
 
         loss.defvjp(forward, backward, symbolic_zeros=True)
-        arrays = loss(of_model, of_others)
+        arrays = loss(model_arrays, other_arrays)
         result = eqx.combine(arrays, static[0])
         if not has_aux:
             return result

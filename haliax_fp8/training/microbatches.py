@@ -1,4 +1,4 @@
-"""When a training step reduces gradients over devices, and in which dtype: the user's choice."""
+"""The gradients of a step's batch: microbatches, and their reduction over devices."""
 
 import contextlib
 import dataclasses
@@ -282,7 +282,7 @@ class BatchGradients:
 def gradients_of_batch(
     loss_fn: Callable[..., Any],
     model: Any,
-    given: StepInput,
+    inputs: StepInput,
     count: int,
     *,
     reduction: ReduceOnce | None,
@@ -293,30 +293,30 @@ def gradients_of_batch(
     Args:
         loss_fn: The loss.
         model: The model that the loss gets.
-        given: The batch and the keys.
+        inputs: The batch and the keys.
         count: The number of microbatches.
         reduction: How gradients are reduced over devices; None leaves it to XLA.
         has_aux: Whether the loss also returns auxiliary results.
     """
 
-    def of_one(model: Any, given: StepInput) -> Any:
-        model = model if given.key is None else with_rounding_keys(model, given.key)
-        named = {} if given.loss_key is None else {"key": given.loss_key}
-        returned = loss_fn(model, *given.batch, **named)
+    def loss_of_part(model: Any, inputs: StepInput) -> Any:
+        model = model if inputs.key is None else with_rounding_keys(model, inputs.key)
+        named = {} if inputs.loss_key is None else {"key": inputs.loss_key}
+        returned = loss_fn(model, *inputs.batch, **named)
         return loss_and_aux(returned) if has_aux else (scalar_loss(returned), None)
 
     devices = None if reduction is None else DeviceParts(reduction)
     if count == 1 and devices is None:
-        (loss, aux), gradients = filter_value_and_grad(of_one, has_aux=True)(model, given)
+        (loss, aux), gradients = filter_value_and_grad(loss_of_part, has_aux=True)(model, inputs)
         return BatchGradients(loss, aux, *split_state(gradients))
 
-    value_and_grad = value_and_grad_of_part(of_one, has_aux=True)
+    value_and_grad = value_and_grad_of_part(loss_of_part, has_aux=True)
 
-    def microbatch(given: StepInput) -> tuple[Array, Any, Any]:
+    def microbatch(inputs: StepInput) -> tuple[Array, Any, Any]:
         if devices is None:
-            (loss, aux), gradients = value_and_grad(model, given)
+            (loss, aux), gradients = value_and_grad(model, inputs)
         else:
-            arrays, shared = given.split(devices.count(), devices.split)
+            arrays, shared = inputs.split(devices.count(), devices.split)
             each = lambda part: value_and_grad(model, eqx.combine(part, shared))
             (loss, aux), gradients = devices.map(each, arrays)
         # Sums of bfloat16 gradients stop growing after a few hundred terms.
@@ -324,10 +324,10 @@ def gradients_of_batch(
         return loss, aux, gradients if devices is None else jax.tree.map(devices.apart, gradients)
 
     if count == 1:
-        loss, aux, gradients = microbatch(given)
+        loss, aux, gradients = microbatch(inputs)
         dtype, others = loss.dtype, None
     else:
-        arrays, shared = given.split(count, lambda x: _parts(x, count))
+        arrays, shared = inputs.split(count, lambda x: _parts(x, count))
 
         def accumulate(carry: tuple[Array, Any], arrays: StepInput) -> tuple[tuple[Array, Any], list[Array]]:
             loss, aux, gradients = microbatch(eqx.combine(arrays, shared))

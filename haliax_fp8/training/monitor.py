@@ -1,4 +1,4 @@
-"""What a step measures on its way: statistics every few steps, and whether all numbers are finite."""
+"""Statistics that a step measures every few steps, and the check that its numbers are finite."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -195,9 +195,9 @@ class TrainStep(eqx.Module):
         """
         require_call(self.loss_fn, batch, key, loss_key, call="step.calibrate(model, *batch)", before=())
         require_no_kernel_copies(model)
-        given = StepInput(batch, key, loss_key)
+        inputs = StepInput(batch, key, loss_key)
         require_usable(batch, "batch")
-        model = recorded(model, lambda observed: _overwrites((self._without_monitor, given), observed))
+        model = recorded(model, lambda observed: _overwrites((self._without_monitor, inputs), observed))
         require_recorded(model)
         return model
 
@@ -230,15 +230,15 @@ class TrainStep(eqx.Module):
         call = "step(model, opt_state, *batch)"
         require_model(model, call)
         require_call(self.loss_fn, batch, key, loss_key, call=call, before=(opt_state,))
-        of_optimizer = opt_state.optimizer if isinstance(opt_state, CountedState) else opt_state
-        leaves, structure = jax.tree.flatten((model, of_optimizer))
+        optimizer_state = opt_state.optimizer if isinstance(opt_state, CountedState) else opt_state
+        leaves, structure = jax.tree.flatten((model, optimizer_state))
         ops = _checked_ops(structure)
         # State that is still being computed is not waited for.
         if not are_usable(tables_on_host([leaves[position] for position in ops.tables], wait=False)):
             require_calibrated(model, wait=False)
             check_not_modified(model, wait=False)
-        given = StepInput(batch, key, loss_key)
-        nested = any(isinstance(x, Tracer) for x in (*leaves, *jax.tree.leaves(given)))
+        inputs = StepInput(batch, key, loss_key)
+        nested = any(isinstance(x, Tracer) for x in (*leaves, *jax.tree.leaves(inputs)))
         options = {} if nested else training_options(ops.recipes, Device.default())
         compiled = _step(self.donate, tuple(options.items()))
         if self.monitor is not None:
@@ -246,15 +246,15 @@ class TrainStep(eqx.Module):
         due = self.monitor if self.monitor is not None and self.monitor.is_due(int(opt_state.steps)) else None
         try:
             step = self._without_monitor if due is None else self
-            new, new_structure, metrics, measured = compiled((step, given), leaves, structure)
+            new, new_structure, metrics, measured = compiled((step, inputs), leaves, structure)
         except RuntimeError as error:
             require_not_deleted(error, model=model, opt_state=opt_state, batch=batch)
             raise
-        model, of_optimizer = jax.tree.unflatten(new_structure, new)
+        model, optimizer_state = jax.tree.unflatten(new_structure, new)
         if due is not None:
             metrics = metrics | due.metrics(measured, due.prefix)
         is_counted = isinstance(opt_state, CountedState)
-        return model, CountedState(opt_state.steps + 1, of_optimizer) if is_counted else of_optimizer, metrics
+        return model, CountedState(opt_state.steps + 1, optimizer_state) if is_counted else optimizer_state, metrics
 
     @property
     def _without_monitor(self) -> "TrainStep":
@@ -291,23 +291,25 @@ def _checked_ops(structure: Any) -> _Ops:
     return _Ops(tuple(recipes_of(model)), tuple(position for position in tables if position is not None))
 
 
-def _run(kept: tuple[TrainStep, StepInput], leaves: list[Any], structure: Any) -> tuple[list[Any], Any, Metrics, Any]:
+def _run(
+    not_donated: tuple[TrainStep, StepInput], leaves: list[Any], structure: Any
+) -> tuple[list[Any], Any, Metrics, Any]:
     """One step. Model and optimizer state are flat: Equinox would flatten and rebuild the trees several times."""
-    step, given = kept
+    step, inputs = not_donated
     model, opt_state = jax.tree.unflatten(structure, leaves)
-    of_batch, measured = _gradients(step, given, model)
+    batch_gradients, measured = _gradients(step, inputs, model)
     params = trainable_part(model)
     try:
-        updates, opt_state = step.optimizer.update(of_batch.gradients, opt_state, params)
+        updates, opt_state = step.optimizer.update(batch_gradients.gradients, opt_state, params)
     except Exception as error:
         require_state_of(step.optimizer.init, params, opt_state, model, error)
         raise
     # Squares of float16 gradients are 0 below 2e-4 and infinite above 256; sums of bfloat16 ones stop growing.
-    metrics = {"loss": of_batch.loss, "grad_norm": optax.tree.norm(in_float32(of_batch.gradients))}
-    metrics |= _output_grad_amax_ratio(model, of_batch.overwrites)
+    metrics = {"loss": batch_gradients.loss, "grad_norm": optax.tree.norm(in_float32(batch_gradients.gradients))}
+    metrics |= _output_grad_amax_ratio(model, batch_gradients.overwrites)
     if step.has_aux:
-        metrics["aux"] = of_batch.aux
-    model = apply_exact_updates(model, updates, of_batch.overwrites)
+        metrics["aux"] = batch_gradients.aux
+    model = apply_exact_updates(model, updates, batch_gradients.overwrites)
     return *jax.tree.flatten((model, opt_state)), metrics, measured
 
 
@@ -333,12 +335,12 @@ def _step(donate: bool, options: tuple[tuple[str, bool], ...]) -> Callable[..., 
 
 
 @eqx.filter_jit
-def _overwrites(kept: tuple[TrainStep, StepInput], model: Any) -> Any:
+def _overwrites(not_donated: tuple[TrainStep, StepInput], model: Any) -> Any:
     """The part of a step's gradients that replaces state."""
-    return _gradients(*kept, model)[0].overwrites
+    return _gradients(*not_donated, model)[0].overwrites
 
 
-def _gradients(step: TrainStep, given: StepInput, model: Any) -> tuple[BatchGradients, Any]:
+def _gradients(step: TrainStep, inputs: StepInput, model: Any) -> tuple[BatchGradients, Any]:
     """Loss and gradients of a step's batch; and its monitor's measurements."""
     evaluated = model if step.monitor is None else step.monitor.measuring(model, step.rules)
     # When mapped over devices' parts, each product would quantize its kernel for every part, and XLA would gather it in
@@ -347,11 +349,11 @@ def _gradients(step: TrainStep, given: StepInput, model: Any) -> tuple[BatchGrad
     if once:
         gather = step.quantize_kernels is KernelQuantization.GATHERED_ONCE
         evaluated = quantize_kernels(evaluated, Fp8Config(rules=step.rules), gather=gather)
-    found = gradients_of_batch(
-        step.loss_fn, evaluated, given, step.microbatches, reduction=step.reduce_gradients, has_aux=step.has_aux
+    gradients = gradients_of_batch(
+        step.loss_fn, evaluated, inputs, step.microbatches, reduction=step.reduce_gradients, has_aux=step.has_aux
     )
     if step.monitor is None:
-        return found, None
+        return gradients, None
     without = lambda tree: step.monitor.without_measurements(tree, model)  # pyright: ignore[reportOptionalMemberAccess]
-    plain = BatchGradients(found.loss, found.aux, without(found.overwrites), without(found.gradients))
-    return plain, step.monitor.measured(found.overwrites)
+    plain = BatchGradients(gradients.loss, gradients.aux, without(gradients.overwrites), without(gradients.gradients))
+    return plain, step.monitor.measured(gradients.overwrites)

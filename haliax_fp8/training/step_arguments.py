@@ -1,4 +1,4 @@
-"""What a training step was given: errors that name the argument and the remedy."""
+"""Checks of a training step's arguments, with errors that name the argument and the remedy."""
 
 import inspect
 from collections.abc import Callable
@@ -238,14 +238,14 @@ def _difference(opt_state: Any, expected: Any, model: Any) -> str:
     paths = lambda tree: {
         jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
-    found, wanted = paths(opt_state), paths(expected)
-    for path in (*wanted, *found):
-        if path not in found:
+    actual, shapes_expected = paths(opt_state), paths(expected)
+    for path in (*shapes_expected, *actual):
+        if path not in actual:
             return f"it has nothing at {path!r}"
-        if path not in wanted:
+        if path not in shapes_expected:
             return f"it has an array at {path!r}, where the optimizer keeps none"
-        if found[path] != wanted[path]:
-            return f"it has shape {found[path]} at {path!r}, where {wanted[path]} belongs"
+        if actual[path] != shapes_expected[path]:
+            return f"it has shape {actual[path]} at {path!r}, where {shapes_expected[path]} belongs"
     return "the trees' classes differ"
 
 

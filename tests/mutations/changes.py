@@ -958,14 +958,14 @@ CHANGES = (
     Change(
         "the norm of gradients is computed in their dtype",
         "training/step.py",
-        "optax.tree.norm(in_float32(of_batch.gradients))",
-        "optax.tree.norm(of_batch.gradients)",
+        "optax.tree.norm(in_float32(batch_gradients.gradients))",
+        "optax.tree.norm(batch_gradients.gradients)",
         ("test_training.py::test_the_norm_of_gradients_is_computed_in_float32",),
     ),
     Change(
         "grad_norm is that of the updates",
         "training/step.py",
-        "optax.tree.norm(in_float32(of_batch.gradients))",
+        "optax.tree.norm(in_float32(batch_gradients.gradients))",
         "optax.tree.norm(updates)",
         ("test_optimizers.py::test_grad_norm_is_that_of_the_parameters",),
     ),

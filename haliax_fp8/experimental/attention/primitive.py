@@ -202,8 +202,8 @@ def _transpose(grad: Any, *args: Any, spec: AttentionSpec, linear: tuple[bool, .
         require_transposed_state(tangents[3], tangents[:3])
     dtypes = tuple(t.aval.dtype if ad.is_undefined_primal(t) else spec.out_dtype for t in tangents[:3])
     gradients, measured = _backward(grad, residuals, spec=spec, dtypes=dtypes, update=linear[3])
-    of_record = None if measured is None else cotangent(measured, tangents[3])
-    pairs = zip((*gradients, of_record), tangents, strict=True)
+    record_cotangent = None if measured is None else cotangent(measured, tangents[3])
+    pairs = zip((*gradients, record_cotangent), tangents, strict=True)
     cotangents = [ct if ad.is_undefined_primal(t) else None for ct, t in pairs if t is not None]
     return cotangents + [None] * len(residuals)
 

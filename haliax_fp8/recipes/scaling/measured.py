@@ -160,7 +160,7 @@ def statistics_of(
     Args:
         x: The operand.
         quantized: What it was quantized to.
-        members: Whose statistics are wanted.
+        members: Whose statistics to take.
         format: The format of the data.
         active: The last statistic, the share of experts that have rows; by default 1.
     """
