@@ -5,9 +5,10 @@ import json
 import pathlib
 from typing import Any
 
-from ..checkpoints import BrokenCheckpoint, CheckReport, check_folder, convert_folder, explain_folder
-from ..checkpoints.convert import ScaleRounding
-from ..checkpoints.layout import PLAIN, named
+from .._files.strict_json import BrokenCheckpoint
+from ..huggingface import CheckReport, check_folder, convert_folder, explain_folder
+from ..huggingface.convert import ScaleRounding
+from ..huggingface.layout import PLAIN, named
 from .help_text import Paragraphs
 from .load import UsageError
 from .screen import fitted, on_error, screen

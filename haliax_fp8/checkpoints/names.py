@@ -1,128 +1,97 @@
-"""Names of tensors: those that a model's state dict has, and those that a checkpoint has."""
+"""The leaves of a tree by name: what entries of a checkpoint are matched with."""
 
-import dataclasses
-import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+
+from .._state.op_state import OpState
+from ..layers.walk import path_string
 
 
-_PLACEHOLDER = re.compile(r"\{(\w+)\}")
-
-
-@dataclasses.dataclass(frozen=True)
-class NameMap:
-    """Translates the names of a model's layers to those of a checkpoint.
-
-    A rule is a pair of templates that match whole components of a name from its beginning: `{i}` stands for one
-    component, and must be in both. If several rules match, the longest counts. Names that none matches stay as
-    they are.
+class Leaf(NamedTuple):
+    """An array or a number of a tree.
 
     Args:
-        rules: Pairs of a template of the model and one of the checkpoint.
-
-    Raises:
-        ValueError: If two rules have the same template, or the templates of a rule have different placeholders.
-
-    Example:
-        >>> names = NameMap.of({"blocks.{i}.mlp.up": "model.layers.{i}.mlp.up_proj"})
-        >>> names.to_checkpoint("blocks.3.mlp.up.weight")
-        'model.layers.3.mlp.up_proj.weight'
+        name: Its path, joined by dots, as `layers.0.weight`; for a named array that of the array inside is left out.
+        value: An array, a `jax.ShapeDtypeStruct`, a Python number, or None where a named array has none.
+        state: The state whose table it is; else None.
     """
 
-    rules: tuple[tuple[str, str], ...] = ()
-
-    def __post_init__(self) -> None:
-        for model, checkpoint in self.rules:
-            if sorted(_PLACEHOLDER.findall(model)) != sorted(_PLACEHOLDER.findall(checkpoint)):
-                raise ValueError(
-                    f"names maps {model!r} to {checkpoint!r}, which have different placeholders; both need the same, "
-                    "as in 'blocks.{i}.mlp' and 'model.layers.{i}.mlp'"
-                )
-        for side, templates in zip(("model", "checkpoint"), zip(*self.rules, strict=True), strict=False):
-            twice = {template for template in templates if templates.count(template) > 1}
-            if twice:
-                raise ValueError(f"names has two rules with {sorted(twice)[0]!r} of the {side}; keep one")
-
-    @staticmethod
-    def of(names: "NameMap | Mapping[str, str] | Iterable[tuple[str, str]] | None") -> "NameMap":
-        """A map from what a caller gives: a map, a dict from the model's templates to the checkpoint's, or None.
-
-        Args:
-            names: The rules.
-        """
-        if isinstance(names, NameMap):
-            return names
-        # To a type checker, a mapping may be an iterable of pairs too.
-        pairs: Any = names.items() if isinstance(names, Mapping) else names or ()
-        return NameMap(tuple((str(model), str(checkpoint)) for model, checkpoint in pairs))
-
-    def to_checkpoint(self, name: str) -> str:
-        """The checkpoint's name of a tensor or layer of the model."""
-        return _translated(name, self.rules)
-
-    def __or__(self, other: "NameMap | Mapping[str, str]") -> "NameMap":
-        """The rules of both; where both have one for the same template of the model, the right one's."""
-        return NameMap(tuple((dict(self.rules) | dict(NameMap.of(other).rules)).items()))
+    name: str
+    value: Any
+    state: OpState | None = None
 
 
-def _translated(name: str, rules: Iterable[tuple[str, str]]) -> str:
-    parts, best, found = name.split("."), 0, name
-    for old, new in rules:
-        template = old.split(".")
-        if len(template) > best and (values := _match(template, parts)) is not None:
-            best = len(template)
-            head = _PLACEHOLDER.sub(lambda match, values=values: values[match.group(1)], new)
-            found = ".".join([head, *parts[len(template) :]])
-    return found
+def is_whole(node: Any) -> bool:
+    """Whether a leaf is made of it as it is, whatever is in it."""
+    return isinstance(node, OpState | hax.NamedArray)
 
 
-def _match(template: list[str], parts: list[str]) -> dict[str, str] | None:
-    if len(template) > len(parts):
-        return None
-    values = {}
-    for expected, part in zip(template, parts, strict=False):
-        if placeholder := _PLACEHOLDER.fullmatch(expected):
-            values[placeholder.group(1)] = part
-        elif expected != part:
-            return None
-    return values
+def leaves_of(tree: Any) -> Iterator[Leaf]:
+    """Every leaf, in the order of the tree; the table of an op's state once, with the state."""
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_whole)[0]:
+        name = path_string(path)
+        if isinstance(node, OpState):
+            # An op without a table, as in the moments of an optimizer that trains part of a model, has no state.
+            yield Leaf(f"{name}.table", node.table.array, None if node.table.array is None else node)
+        elif isinstance(node, hax.NamedArray):
+            yield Leaf(name, node.array)
+        else:
+            yield Leaf(name, node)
 
 
-_ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-_BLOCK, _LAYER = "blocks.{i}", "model.layers.{i}"
+def with_leaves(tree: Any, values: list[Any]) -> Any:
+    """The tree with other values in the order of `leaves_of`."""
+    nodes, structure = jax.tree.flatten(tree, is_leaf=is_whole)
 
-LLAMA = NameMap.of(
-    {
-        "embedding": "model.embed_tokens",
-        "norm": "model.norm",
-        "head": "lm_head",
-        f"{_BLOCK}.attention_norm": f"{_LAYER}.input_layernorm",
-        f"{_BLOCK}.mlp_norm": f"{_LAYER}.post_attention_layernorm",
-        **{f"{_BLOCK}.attention.{ours}": f"{_LAYER}.self_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
-        **{f"{_BLOCK}.mlp.{part}": f"{_LAYER}.mlp.{part}_proj" for part in ("gate", "up", "down")},
-    }
-)
-"""Maps the names of `models.Transformer` to those of Hugging Face's Llama."""
+    def replaced(node: Any, value: Any) -> Any:
+        if value is None:
+            return node
+        if isinstance(node, OpState):
+            return node.with_array(value)
+        # Through the tree: the names may count axes that the array does not have.
+        return jax.tree.unflatten(jax.tree.structure(node), [value]) if isinstance(node, hax.NamedArray) else value
 
-QWEN3 = LLAMA | {
-    f"{_BLOCK}.attention.query_norm": f"{_LAYER}.self_attn.q_norm",
-    f"{_BLOCK}.attention.key_norm": f"{_LAYER}.self_attn.k_norm",
-}
-"""The same for Qwen3, whose attention also norms query and key, here `query_norm` and `key_norm`."""
+    return jax.tree.unflatten(structure, [replaced(*pair) for pair in zip(nodes, values, strict=True)])
 
-_EXPERT = "mlp.experts.{e}"
 
-QWEN3_MOE = QWEN3 | {
-    f"{_BLOCK}.mlp.router": f"{_LAYER}.mlp.gate",
-    **{f"{_BLOCK}.mlp.{part}.{{e}}": f"{_LAYER}.{_EXPERT}.{part}_proj" for part in ("gate", "up", "down")},
-}
-"""The same for Qwen3's mixtures of experts, from `models.MixtureOfExperts`: experts are `mlp.experts.{e}.gate_proj`."""
+def is_saved(value: Any) -> bool:
+    """Whether a leaf is an array or a number, which checkpoints hold; anything else comes from the code."""
+    return eqx.is_array_like(value) or isinstance(value, jax.ShapeDtypeStruct)
 
-MIXTRAL = LLAMA | {
-    f"{_BLOCK}.mlp.router": f"{_LAYER}.block_sparse_moe.gate",
-    **{
-        f"{_BLOCK}.mlp.{ours}.{{e}}": f"{_LAYER}.block_sparse_moe.experts.{{e}}.{theirs}"
-        for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
-    },
-}
-"""The same for Mixtral, whose architecture `models.MixtureOfExperts` has."""
+
+def name_twice(names: Iterable[str]) -> str | None:
+    """A name that two leaves have, of which one would get the other's numbers; None if there is none."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def require_one_each(names: Iterable[str], what: str) -> None:
+    """Raises a ValueError if two leaves have the same name.
+
+    Args:
+        names: The names.
+        what: What has them, for the error.
+    """
+    if (name := name_twice(names)) is not None:
+        raise ValueError(f"{what} has two leaves called {name!r}; rename one: a key with a dot reads as a path")
+
+
+def described(value: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of such a leaf."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return jax.ShapeDtypeStruct((), np.asarray(value).dtype)
+
+
+def is_rounding_key(leaf: Leaf) -> bool:
+    """Whether it is the key of an op that rounds stochastically, which every step replaces."""
+    return leaf.name.endswith("dot_general.key")

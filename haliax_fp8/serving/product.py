@@ -85,7 +85,7 @@ def served_product(
         del primals, tangents
         raise ValueError(
             "a model made by quantize_for_inference was differentiated, but it keeps nothing for gradients. Train the "
-            "model that it was made from; or train adapters on FP8 weights, with checkpoints.import_model(..., "
+            "model that it was made from; or train adapters on FP8 weights, with huggingface.import_model(..., "
             "weights='frozen'); serving.dequantize(model) gives plain layers"
         )
 

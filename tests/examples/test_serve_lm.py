@@ -4,7 +4,7 @@ import pytest
 
 from examples import serve_lm
 from examples.train_lm import train
-from haliax_fp8.checkpoints import check_folder
+from haliax_fp8.huggingface import check_folder
 
 
 TINY = (

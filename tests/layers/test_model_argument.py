@@ -12,7 +12,7 @@ import pytest
 from helpers import unchecked
 
 import haliax_fp8 as fp8
-from haliax_fp8 import checkpoints, memory, serving, statistics, training
+from haliax_fp8 import checkpoints, huggingface, memory, serving, statistics, training
 
 
 MODEL = fp8.fp8_linear_layers(eqx.nn.MLP(4, 4, 4, 1, key=jax.random.key(0)), recipe="current")
@@ -29,9 +29,9 @@ DIAGNOSIS = statistics.Diagnosis(())
 
 # Of a model alone: an op or an array is none.
 OF_LAYERS = {
-    "export_model(model, directory)": lambda model: checkpoints.export_model(model, "folder"),
-    "serving_tensors(model, layout)": checkpoints.serving_tensors,
-    "import_model(directory, model)": lambda model: checkpoints.import_model("folder", model),
+    "export_model(model, directory)": lambda model: huggingface.export_model(model, "folder"),
+    "serving_tensors(model, layout)": huggingface.serving_tensors,
+    "import_model(directory, model)": lambda model: huggingface.import_model("folder", model),
     "fp8_linear_layers(module)": fp8.fp8_linear_layers,
     "restore_linear_layers(module)": fp8.restore_linear_layers,
     "describe(model)": fp8.describe,
@@ -46,7 +46,7 @@ OF_LAYERS = {
 }
 # Of any tree, but for an optimizer's state beside the model.
 OF_TREES = {
-    "thaw(model)": checkpoints.thaw,
+    "thaw(model)": huggingface.thaw,
     "quantize_kernels(model)": fp8.quantize_kernels,
     "restore_rematerialized(model)": memory.restore_rematerialized,
     "separate_input_scales(model)": memory.separate_input_scales,
@@ -173,7 +173,7 @@ def test_states_of_other_optimizers(optimizer):
 def test_every_public_function_of_a_model_is_here():
     tested = {call.partition("(")[0] for call in (*OF_LAYERS, *OF_TREES, *OF_ALL)}
     names = {"model", "module", "tree", "plain", "converted", "train_model", "old_model"}
-    for room in (fp8, checkpoints, memory, serving, statistics, training):
+    for room in (fp8, checkpoints, huggingface, memory, serving, statistics, training):
         for name, function in vars(room).items():
             if inspect.isfunction(function) and names & set(inspect.signature(function).parameters):
                 assert name in tested | OTHERS, name

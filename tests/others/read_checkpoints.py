@@ -13,7 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from haliax_fp8.checkpoints import check_folder, import_model, names, serving_tensors
+from haliax_fp8.huggingface import check_folder, import_model, names, serving_tensors
 from haliax_fp8.models import Transformer, TransformerConfig
 
 

@@ -260,23 +260,23 @@ CASES = {
     "no scale": (lambda: ops.dequantize(x, jnp.float32, None), "scale=None is not an array"),
     "a number to split": (lambda: fp8.partition_for_grad_overwrite(3), "tree is of type int"),
     "a number to train": (lambda: fp8.trainable(3), "model is of type int, and has no layers"),
-    "a number to thaw": (lambda: fp8.checkpoints.thaw(3), "model is of type int, and has no layers"),
+    "a number to thaw": (lambda: fp8.huggingface.thaw(3), "model is of type int, and has no layers"),
     "no optimizer": (lambda: fp8.memory.HostOptimizer(None), "optimizer=None of HostOptimizer is not an optimizer"),
     "an optimizer's function": (
         lambda: fp8.memory.HostOptimizer(optax.sgd),
         "of HostOptimizer is not an optimizer; use optax.adamw",
     ),
-    "no folder": (lambda: fp8.checkpoints.check_folder(None), "directory=None is not a path"),
+    "no folder": (lambda: fp8.huggingface.check_folder(None), "directory=None is not a path"),
     "empty files": (
-        lambda: fp8.checkpoints.export_model(MODEL, "unused", shard_bytes=0),
+        lambda: fp8.huggingface.export_model(MODEL, "unused", shard_bytes=0),
         "shard_bytes=0 must be a positive integer",
     ),
     "files without a size": (
-        lambda: fp8.checkpoints.export_model(MODEL, "unused", shard_bytes=float("nan")),
+        lambda: fp8.huggingface.export_model(MODEL, "unused", shard_bytes=float("nan")),
         "shard_bytes=nan must be a positive integer",
     ),
     "what JSON does not know": (
-        lambda: fp8.checkpoints.export_model(MODEL, "unused", config={"a": float("nan")}),
+        lambda: fp8.huggingface.export_model(MODEL, "unused", config={"a": float("nan")}),
         "config={'a': nan} cannot be written as JSON",
     ),
     # The arguments of a step.

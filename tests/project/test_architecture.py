@@ -17,7 +17,7 @@ ROOT = Path(haliax_fp8.__file__).parent
 FLOORS = (
     # The ground: JAX extended; numbers, printed tables.
     ("_jax",),
-    ("_numerics", "_printing"),
+    ("_numerics", "_printing", "_files"),
     ("devices",),
     # What becomes of a number: formats, scalings, recipes.
     ("recipes",),
@@ -35,8 +35,10 @@ FLOORS = (
     ("training", "memory", "sharding", "ops"),
     # What became of its numbers; the model for inference.
     ("statistics", "serving"),
-    # Models on disk, those for inference too; pictures.
-    ("checkpoints", "plots"),
+    # Folders of others and for others; pictures.
+    ("huggingface", "plots"),
+    # One's own runs, which may also be loaded from such files.
+    ("checkpoints",),
     ("_cli",),
     # What may still change: nothing but the names of the package imports it.
     ("experimental",),

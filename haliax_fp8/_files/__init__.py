@@ -1,0 +1,1 @@
+"""Files as others write them: safetensors and JSON, read strictly."""

@@ -1,1 +1,0 @@
-"""Checkpoints that plain and converted models exchange: names, files, histories."""

@@ -1,0 +1,303 @@
+"""Which kind of checkpoint a path is."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._files.fits import require_fits
+from .._files.header import UNKNOWN
+from ..layers.checks import require_tree
+from ..layers.quantized_kernels import require_no_kernel_copies
+from .checkpoint import AbstractCheckpoint, HostArrays
+from .file import open_equinox, open_file, with_suffix
+from .histories import first_of, fitted, refusal, widths
+from .names import Leaf, described, is_rounding_key, is_saved, leaves_of, require_one_each, with_leaves
+from .orbax import OrbaxFolder
+from .report import LoadReport, incomplete, listed, require_fit
+from .state_dict import with_names_of
+
+
+def open_checkpoint(path: Any, model: Any, made_from: Any) -> AbstractCheckpoint:
+    """A checkpoint, with the names of a model's leaves where it has them under other keys.
+
+    Args:
+        path: As in `load_into`.
+        model: As in `load_into`.
+        made_from: As in `load_into`.
+
+    Raises:
+        ValueError: If there is nothing, or nothing that can be read.
+    """
+    if isinstance(path, Mapping):
+        arrays = {str(name): array for name, array in path.items() if array is not None}
+        entries = {name: described(array) for name, array in arrays.items()}
+        return with_names_of(model, HostArrays(entries, arrays.__getitem__))
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(
+            f"path is of type {type(path).__name__}, not a file, a folder of Orbax or a state dict; use "
+            "load_into(model, path)"
+        )
+    path = pathlib.Path(path)
+    if path.is_dir():
+        return OrbaxFolder(path)
+    given, path = path, path if path.exists() else with_suffix(path)
+    if not path.exists():
+        either = "" if path == given else f", and neither does {os.fspath(path)!r}"
+        raise ValueError(f"path={os.fspath(given)!r} does not exist{either}; give a file, or a folder that Orbax wrote")
+    with path.open("rb") as file:
+        is_equinox = made_from is not None or file.read(len(_ARRAY)) == _ARRAY
+    return open_equinox(path, made_from) if is_equinox else with_names_of(model, open_file(path))
+
+
+# How each array of Equinox's files begins: NumPy's format.
+_ARRAY = b"\x93NUMPY"
+
+
+def load_into[M](
+    model: M,
+    path: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    strict: bool = False,
+    made_from: Any = None,
+) -> tuple[M, LoadReport]:
+    """A model with the numbers of a checkpoint, which may be of another recipe, or of the plain model.
+
+    What has the name and the shape of a leaf is loaded, in the leaf's dtype and onto its devices, one leaf at a time.
+    Histories of delayed scaling are cut or padded so that their maximum stays the same, and scales are computed from
+    them. Other state starts fresh, as does an optimizer's where it does not fit. So a plain model's checkpoint loads
+    into a converted one and the reverse, with any recipe. A weight of another shape or kind than the model's is an
+    error.
+
+    Args:
+        model: What to load into: a model, a tuple of model and optimizer state, any tree. Arrays may be
+            `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`), whose sharding is then that of the loaded array.
+        path: A file of `save` or of Equinox's serialisation, a safetensors file, the folder of a step that Orbax wrote,
+            or a mapping of names to arrays. Keys of safetensors and of mappings may be those of Haliax's state dict.
+        strict: Whether anything but a complete load is an error: a leaf changed or fresh, or an entry unused.
+        made_from: For files of Equinox without names: the tree that was saved, or one of its structure.
+
+    Returns:
+        The model, and what became of every leaf and entry.
+
+    Raises:
+        ValueError: If the checkpoint is missing or damaged; if nothing in it fits the model, a weight has another
+            shape or kind than the model's, or an abstract model has a leaf that it lacks; if a weight in FP8 comes
+            without its scale; if two leaves have the same name, or a number does not fit its leaf's dtype; with
+            `strict`, if the load is not complete. The message names the leaves and the remedy.
+
+    Example:
+        >>> from haliax_fp8.checkpoints import load_into
+        >>> fp8_model = fp8_linear_layers(model, recipe=DelayedScaling(amax_history_length=8))
+        >>> weights = {"layers.0.weight": np.ones((32, 16), np.float32)}
+        >>> loaded, report = load_into(fp8_model, weights)
+        >>> report.kept, "calibrate" in report.fresh["layers.0.dot_general.state.table"]
+        (('layers.0.weight',), True)
+    """
+    checkpoint = open_checkpoint(path, model, made_from)
+    require_tree(model, "load_into(model, path)")
+    require_no_kernel_copies(model)
+    leaves = list(leaves_of(model))
+    require_one_each((leaf.name for leaf in leaves if is_saved(leaf.value)), "model")
+    shown = "the mapping" if isinstance(path, Mapping) else f"path={os.fspath(path)!r}"
+    plans = [_plan(leaf, checkpoint) if is_saved(leaf.value) else _Plan() for leaf in leaves]
+    misfits = {leaf.name: plan.why for leaf, plan in zip(leaves, plans, strict=True) if plan.why and plan.is_misfit}
+    require_fit(model, misfits, shown)
+    _require_all(leaves, plans)
+    found = checkpoint.read({p.name: p.sharding for p in plans if p.name is not None})
+    values, kept, changed, fresh = [], [], {}, {}
+    for leaf, plan in zip(leaves, plans, strict=True):
+        value, how, why = leaf.value, plan.how, plan.why
+        if plan.name is not None:
+            array = found[plan.name]
+            if leaf.state is not None:
+                array, how, why = _table(_on_host(array), leaf)
+            elif hasattr(leaf.value, "dtype") and leaf.value.dtype != described(array).dtype:
+                array = _on_host(array)
+                require_fits(array, leaf.value.dtype, leaf.name)
+            value = None if array is None else _like_leaf(array, leaf.value)
+        if leaf.state is not None and (plan.name is None or value is None):
+            value = _like_leaf(first_of(leaf.state), leaf.value)
+        elif why is not None and isinstance(value, jax.ShapeDtypeStruct):
+            value = _like_leaf(np.zeros(value.shape, value.dtype), leaf.value)
+        values.append(value)
+        if why is not None:
+            fresh[leaf.name] = why
+        elif how is not None:
+            changed[leaf.name] = how
+        elif plan.name is not None:
+            kept.append(leaf.name)
+    used = {plan.name for plan in plans}
+    unused = checkpoint.entries.keys() - used - {plan.refused for plan in plans}
+    report = LoadReport(tuple(kept), changed, fresh, tuple(sorted(unused)))
+    if checkpoint.entries and not used - {None}:
+        raise ValueError(_nothing_fits(checkpoint, [leaf.name for leaf in leaves if is_saved(leaf.value)], shown))
+    if strict and not report.is_complete:
+        raise ValueError(incomplete(model, report, checkpoint.entries))
+    return with_leaves(model, values), report
+
+
+def _nothing_fits(checkpoint: AbstractCheckpoint, expected: list[str], shown: str) -> str:
+    """What to do where a checkpoint and a model have no name and shape in common."""
+    held = sorted(checkpoint.entries)
+    start = f"nothing in {shown} fits the model: it holds {_first(held)}; the model expects {_first(expected)}. "
+    first = {name.partition(".")[0] for name in held}
+    if first <= {str(i) for i in range(len(first))} and not set(expected) & set(held):
+        return start + (
+            "It was saved from a tuple or list, such as (model, opt_state): load it into one, (model, opt_state), "
+            "report = load_into((model, opt_state), path). For the model alone, give None instead of the rest: "
+            "(model, _), report = load_into((model, None), path)"
+        )
+    return start + "Give the model that was saved, or a tuple only where one was saved"
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What becomes of a leaf.
+
+    Args:
+        name: The name of the entry that it is made of; None if there is none.
+        sharding: Where that is to be read to.
+        how: How it is changed; None if it is not.
+        why: Why it is fresh; None if it is not.
+        refused: The name of the entry that is the leaf's, and does not fit; None if there is none.
+        is_misfit: Whether that is because of its shape or kind, and nothing can take its place.
+    """
+
+    name: str | None = None
+    sharding: Any = None
+    how: str | None = None
+    why: str | None = None
+    refused: str | None = None
+    is_misfit: bool = False
+
+
+def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
+    # In Orbax's folders a list with one array looks like a named array.
+    whole, _, last = leaf.name.rpartition(".")
+    name = leaf.name if leaf.name in checkpoint.entries or last != "0" else whole
+    entry, wanted = checkpoint.entries.get(name), described(leaf.value)
+    if entry is None:
+        return _Plan(why=_MISSING_STATE if leaf.state is not None else "not in the checkpoint")
+    if leaf.state is not None:
+        # Rows and stack have to fit; the width is a matter of the recipe.
+        if entry.shape[:-1] != wanted.shape[:-1] or not entry.shape or entry.shape[-1] < 3:
+            why = f"the state in the checkpoint has shape {entry.shape}, this one {wanted.shape}"
+            return _Plan(why=why, refused=name)
+        return _Plan(name)
+    if entry.shape != wanted.shape:
+        why = f"shape {entry.shape} in the checkpoint, {wanted.shape} here"
+        return _Plan(why=why, refused=name, is_misfit=_is_weight(leaf))
+    if entry.dtype == wanted.dtype:
+        return _Plan(name, _sharding_of(leaf.value))
+    if entry.dtype == UNKNOWN:
+        return _Plan(name)  # Reading it raises an error that names the type.
+    if _is_fp8(entry.dtype) and not _is_fp8(wanted.dtype):
+        raise ValueError(
+            f"{leaf.name} is stored in {np.dtype(entry.dtype).name}: FP8 data without its scale is not a weight. Load "
+            "a checkpoint of the model before it was quantized"
+        )
+    kinds = [_kind(dtype) for dtype in (entry.dtype, wanted.dtype)]
+    names = [str(dtype) for dtype in (entry.dtype, wanted.dtype)]
+    if kinds[0] != kinds[1] or kinds[0] is None:
+        return _Plan(why=f"{names[0]} in the checkpoint, {names[1]} here", refused=name, is_misfit=_is_weight(leaf))
+    return _Plan(name, how=f"{names[0]} in the checkpoint, cast to {names[1]}")
+
+
+def _is_weight(leaf: Leaf) -> bool:
+    """Whether it has numbers that were learned: a number of Python, such as a rate of dropout, is an option."""
+    return hasattr(leaf.value, "shape") and not is_rounding_key(leaf)
+
+
+_MISSING_STATE = (
+    "not in the checkpoint: its model was plain or had another recipe, or it is a state dict; calibrate the model "
+    "to begin with scales that fit"
+)
+
+
+def _kind(dtype: Any) -> Any:
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), None)
+
+
+def _is_fp8(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1
+
+
+def _table(array: np.ndarray, leaf: Leaf) -> tuple[np.ndarray | None, str | None, str | None]:
+    """The table of a state, how it was changed, and why it is fresh instead."""
+    assert leaf.state is not None
+    table = array.astype(np.float32, copy=False)
+    if (why := refusal(table)) is not None:
+        return None, None, why
+    if table.shape == leaf.value.shape:
+        same = array.dtype == leaf.value.dtype
+        return table, None if same else f"{array.dtype} in the checkpoint, cast to {leaf.value.dtype}", None
+    result = fitted(table, leaf.state)
+    if result is None:
+        return None, None, "the state in the checkpoint belongs to another scaling, or has recorded nothing"
+    return result, widths(table, leaf.state), None
+
+
+def _require_all(leaves: list[Leaf], plans: list[_Plan]) -> None:
+    """An abstract leaf that nothing is known of has no numbers; state and rounding keys have first ones."""
+    missing = [
+        f"{leaf.name}: {plan.why}"
+        for leaf, plan in zip(leaves, plans, strict=True)
+        if plan.why is not None
+        and isinstance(leaf.value, jax.ShapeDtypeStruct)
+        and leaf.state is None
+        and not is_rounding_key(leaf)
+    ]
+    if missing:
+        raise ValueError(
+            "the checkpoint lacks leaves of a model that has no numbers of its own: " + listed(missing) + ". Give a "
+            "model with arrays, which stay where the checkpoint has none, or the checkpoint of this model"
+        )
+
+
+def _sharding_of(leaf: Any) -> Any:
+    """Where a leaf has to be; None where JAX may decide, and for leaves that are not on a device."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.sharding
+    # An array that nobody put on a device may move to the others of a computation.
+    return leaf.sharding if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True) else None
+
+
+def _like_leaf(array: Any, leaf: Any) -> Any:
+    """An array, or a number, on the devices and of the kind of a leaf.
+
+    Args:
+        array: The numbers, of the leaf's shape; on its sharding already or on the host.
+        leaf: What the model has.
+    """
+    if isinstance(leaf, np.ndarray):
+        return _on_host(array).astype(leaf.dtype, copy=False)
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return type(leaf)(np.asarray(array).item())
+    sharding = _sharding_of(leaf)
+    if isinstance(array, jax.Array) and sharding is not None and array.sharding == sharding:
+        return array if array.dtype == leaf.dtype else array.astype(leaf.dtype)
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array if sharding is None else jax.device_put(array, sharding)
+    host = _on_host(array).astype(leaf.dtype, copy=False)
+    if sharding is None:
+        return jnp.asarray(host)
+    # Each device gets its own part, and no device the whole.
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _on_host(array: Any) -> np.ndarray:
+    """An array's numbers in memory of their own."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        array = array.addressable_data(0)
+    return np.array(array)

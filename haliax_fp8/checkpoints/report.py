@@ -1,0 +1,167 @@
+"""What became of every entry of a checkpoint, and what to do where a load is not complete."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+from rich.console import RenderableType
+from rich.text import Text
+
+from .._printing import DottedName, Printable, new_table
+from ..layers.checks import holds_optimizer_state
+from ..layers.walk import path_string
+from .checkpoint import Entries
+from .names import described, is_saved, leaves_of
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadReport(Printable):
+    """What `load_into` did: prints as a table.
+
+    Args:
+        kept: Names of the model's leaves that have the numbers of the checkpoint, bit for bit.
+        changed: Leaves whose numbers were fitted, and how: a history of another length, another dtype.
+        fresh: Leaves that the checkpoint does not provide, and why. State is then as before the first step; everything
+            else is as it was in the given model.
+        unused: Names of entries that the model has no leaf for.
+
+    Example:
+        >>> from haliax_fp8.checkpoints import load_into
+        >>> arrays = {"layers.0.bias": np.zeros(32, np.float32), "old": np.ones(3)}
+        >>> _, report = load_into(fp8_linear_layers(model), arrays)
+        >>> report.kept, report.unused
+        (('layers.0.bias',), ('old',))
+    """
+
+    kept: tuple[str, ...]
+    changed: Mapping[str, str]
+    fresh: Mapping[str, str]
+    unused: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every leaf was kept and every entry used."""
+        return not (self.changed or self.fresh or self.unused)
+
+    @property
+    def summary(self) -> str:
+        """One line: how many of each."""
+        return f"{len(self.kept)} kept, {len(self.changed)} changed, {len(self.fresh)} fresh, {len(self.unused)} unused"
+
+    def differences(self) -> list[tuple[str, str, str]]:
+        """Name, what became of it, and how or why, of everything that was not simply kept."""
+        rows = [(name, "changed", how) for name, how in self.changed.items()]
+        rows += [(name, "fresh", why) for name, why in self.fresh.items()]
+        return rows + [(name, "unused", "the model has no such leaf") for name in self.unused]
+
+    def __rich__(self) -> RenderableType:
+        """How many of each; and a line for everything that was not simply kept."""
+        if self.is_complete:
+            return Text(f"Loaded: {self.summary}", "bold")
+        table = new_table(f"Loaded: {self.summary}")
+        table.add_column("name", overflow="fold")
+        table.add_column(no_wrap=True)
+        table.add_column("how, or why", overflow="fold")
+        for name, what, why in self.differences():
+            table.add_row(DottedName(name), what, Text(why))
+        return table
+
+
+_STATE = "state.table"
+
+
+def incomplete(tree: Any, report: LoadReport, entries: Entries) -> str:
+    """The message.
+
+    Args:
+        tree: What was loaded into.
+        report: What became of it.
+        entries: What the checkpoint holds.
+    """
+    differences = report.differences()
+    here = {leaf.name: described(leaf.value) for leaf in leaves_of(tree) if is_saved(leaf.value)}
+    lines = listed([f"{name} {what}: {why}{_only_one(name, here, entries)}" for name, what, why in differences])
+    whose, remedy = _cause(tree, [name for name, _, _ in differences])
+    return f"strict=True, and {whose} ({report.summary}): {lines}. {remedy}"
+
+
+def require_fit(tree: Any, misfits: Mapping[str, str], shown: str) -> None:
+    """Raises a ValueError if weights of a checkpoint do not fit: the model would go on with weights of its own.
+
+    Args:
+        tree: What is loaded into.
+        misfits: The leaves of another shape or kind than their entries, and both.
+        shown: What is loaded.
+    """
+    states = list(_states_of_optimizers(tree))
+    lines = [f"{name}: {why}" for name, why in misfits.items() if not _within(name, states)]
+    if lines:
+        raise ValueError(
+            f"{shown} does not fit the model: {listed(lines)}. Make the model with the sizes of the saved one. "
+            "If a part is to stay new, such as a head for other classes, put None in its place and load the rest: "
+            "load_into(eqx.tree_at(lambda model: model.head, model, None), path)"
+        )
+
+
+def listed(lines: list[str]) -> str:
+    """The first of some lines, and how many more there are."""
+    more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+    return "; ".join(lines[:5]) + more
+
+
+def _only_one(name: str, here: Entries, entries: Entries) -> str:
+    """Dtype and shape of what only the tree has, or only the checkpoint. A state's are a matter of its recipe."""
+    if (name in here) == (name in entries) or name.endswith(_STATE):
+        return ""
+    known = here[name] if name in here else entries[name]
+    return f", {known.dtype}{known.shape} {'here' if name in here else 'in the checkpoint'}"
+
+
+def _cause(tree: Any, names: list[str]) -> tuple[str, str]:
+    """What differs from the saved tree, and what to do."""
+    states = list(_states_of_optimizers(tree))
+    parts = {_within(name, states) for name in names}
+    if "" not in parts:
+        where = ", ".join(sorted(parts))
+        return (
+            f"the optimizer's state, {where} in the tree, does not match the saved one; everything else does",
+            "Make it with the same optimizer and options as the saved one; or use strict=False, which starts the "
+            "rest fresh",
+        )
+    whose = "the checkpoint does not belong to this model"
+    if any(name.endswith(_STATE) for name in names):
+        return whose, (
+            "Convert the model with the recipe and history length of the saved one; load a plain checkpoint first, "
+            "then convert; or use strict=False, which pads and cuts histories and starts other state fresh"
+        )
+    return whose, (
+        "Give the tree that was saved, in its dtypes; or use strict=False, which casts, and keeps this tree's own "
+        "numbers where the checkpoint has none"
+    )
+
+
+def _within(name: str, paths: Iterable[str]) -> str:
+    """The one of some paths that a name is in; empty if it is in none."""
+    return next((path for path in paths if f"{name}.".startswith(f"{path}.")), "")
+
+
+def _states_of_optimizers(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
+    """The parts of a tree that hold such a state, and no model beside it."""
+    children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+    for key, part in children:
+        if not holds_optimizer_state(part):
+            continue
+        if _has_model(part):
+            yield from _states_of_optimizers(part, (*path, *key))
+        else:
+            yield path_string((*path, *key))
+
+
+def _has_model(part: Any) -> bool:
+    """Whether a part is a module or has one, as what trainers keep; not in named tuples, as moments are."""
+    if isinstance(part, eqx.Module):
+        return True
+    values = part.values() if isinstance(part, dict) else part if type(part) in (tuple, list) else ()
+    return any(map(_has_model, values))

@@ -1,0 +1,21 @@
+"""Folders in Hugging Face's format: exported for engines, imported into models, checked, converted and explained."""
+
+from . import names as names
+from .check import CheckReport as CheckReport, Fault as Fault, check_folder as check_folder
+from .convert import (
+    Conversion as Conversion,
+    Converted as Converted,
+    ScaleRounding as ScaleRounding,
+    convert_folder as convert_folder,
+)
+from .explain import Explanation as Explanation, explain_folder as explain_folder
+from .exporting import ExportReport as ExportReport, export_model as export_model, serving_tensors as serving_tensors
+from .frozen import (
+    FrozenEquinoxLinear as FrozenEquinoxLinear,
+    FrozenLinear as FrozenLinear,
+    FrozenMoELinear as FrozenMoELinear,
+    thaw as thaw,
+)
+from .importing import Weights as Weights, import_model as import_model
+from .layout import Layout as Layout
+from .names import NameMap as NameMap

@@ -1,0 +1,271 @@
+"""convert_folder: a checkpoint in another layout, with the same numbers where that is possible."""
+
+import dataclasses
+import enum
+import itertools
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import DTypeLike
+from rich.console import RenderableType
+from rich.text import Text
+
+from .._files.strict_json import BrokenCheckpoint
+from .._printing import Printable, new_table
+from ..layers.tensor_names import is_head, is_linear, is_router
+from .check import check_folder
+from .folder import CONFIG, INDEX, TensorFolder, new_folder, write_tensors
+from .layout import CACHE_SCALES, E4M3, KEY, PLAIN, Layout, as_layout, read_layout, require_elements
+from .scaled_matrix import Rows, ScaledMatrix, are_exponents, parts_of, quantized, spread
+from .tensors import Tensor, Values, tensors_in
+
+
+class ScaleRounding(enum.Enum):
+    """How new scales are rounded; those that stay as they are do not change."""
+
+    FLOAT32 = "float32"
+    """Any number."""
+    BFLOAT16 = "bfloat16"
+    """Rounded up to bfloat16: engines that cast scales change nothing."""
+    POWER_OF_TWO = "power-of-two"
+    """Rounded up to a power of two: a product with one is exact in any dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """What became of a weight.
+
+    Args:
+        name: Its name.
+        is_exact: Whether it has the same values as before.
+        error: `|after - before| / |before|`, over all elements.
+    """
+
+    name: str
+    is_exact: bool
+    error: float
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Conversion(Printable):
+    """What a conversion did.
+
+    Args:
+        directory: The new folder.
+        before: The layout of the old one.
+        after: The layout of the new one.
+        weights: What became of each weight that is in FP8 before or after.
+        copied: The number of tensors that are as they were.
+        skipped: Scales that the new layout does not hold.
+    """
+
+    directory: pathlib.Path
+    before: str
+    after: str
+    weights: tuple[Converted, ...]
+    copied: int
+    skipped: tuple[str, ...]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all weights have the same values as before."""
+        return all(weight.is_exact for weight in self.weights)
+
+    @property
+    def error(self) -> float:
+        """The largest error of a weight."""
+        return max((weight.error for weight in self.weights), default=0.0)
+
+    def __rich__(self) -> RenderableType:
+        """A row for what is exact and one for what is not, with the worst weight."""
+        more = f" and {len(self.skipped) - 3} more" if len(self.skipped) > 3 else ""
+        caption = f"Not written: {', '.join(self.skipped[:3])}{more}" if self.skipped else ""
+        table = new_table(f"{self.directory.resolve().name}: {self.before} -> {self.after}, checked", caption)
+        for column in ("weights", "number", "largest error", "of"):
+            table.add_column(column, overflow="fold")
+        exact = sum(weight.is_exact for weight in self.weights)
+        table.add_row("the same values", str(exact), "0", "")
+        if not self.is_exact:
+            worst = max(self.weights, key=lambda weight: weight.error)
+            table.add_row("rounded", str(len(self.weights) - exact), f"{worst.error:.3%}", Text(worst.name))
+        table.add_row("other tensors, unchanged", str(self.copied), "", "")
+        return table
+
+
+def convert_folder(
+    directory: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    layout: str | Layout,
+    *,
+    scales: ScaleRounding | str = ScaleRounding.BFLOAT16,
+    dtype: DTypeLike = "bfloat16",
+    shard_bytes: int = 5 * 10**9,
+    follow_links: bool = False,
+) -> Conversion:
+    """Writes a checkpoint in another layout.
+
+    A weight keeps its data where its scales can be written in the new layout as they are: one for a tensor as equal
+    ones for rows or blocks, powers of two as E8M0. Otherwise `data * scale` is quantized again, and the error measured.
+    One weight is read at a time, and the new folder is checked before it takes its name: it is complete or absent.
+
+    Args:
+        directory: The folder, which has to be sound.
+        destination: The new folder; new or empty.
+        layout: As in `export_model`; `"BF16"` for plain weights.
+        scales: The rounding of new scales: `"float32"`, `"bfloat16"` or `"power-of-two"`.
+        dtype: The dtype of plain weights: with `"float32"` they are `data * scale` as engines compute it in float32.
+        shard_bytes: The most bytes of a file; more make several, and an index.
+        follow_links: As in `check_folder`.
+
+    Returns:
+        What became of each weight.
+
+    Raises:
+        BrokenCheckpoint: If the folder is not sound; names the file and the tensor of the first fault.
+        ValueError: If the layout needs scales of inputs that the folder lacks, or the destination is not empty or
+            cannot be made.
+    """
+    chosen, kind, rounding = as_layout(layout), np.dtype(dtype), _rounding(scales)
+    report = check_folder(directory, follow_links=follow_links)
+    if report.errors:
+        first = report.errors[0]
+        raise BrokenCheckpoint(first.file, first.problem, first.tensor)
+    folder = TensorFolder.open(directory, follow_links=follow_links)
+    before = read_layout(folder)
+    tensors = tensors_in(folder)
+    groups, found, copied, skipped, high = [], [], 0, [], []
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[2] in CACHE_SCALES and (chosen is None or (before and before.cached)):
+            skipped.append(name)  # The new configuration does not mention caches.
+        elif _converts(tensor, chosen, before, folder):
+            if chosen is not None:
+                _require_convertible(tensor, chosen, before, folder)
+            new = dataclasses.replace(tensor, layout=chosen, dtype=kind if chosen is None else E4M3)
+            groups.append((new.specs, lambda old=tensor, new=new: _made(old, new, rounding, found)))
+        else:
+            if tensor.is_weight and is_linear(tensor.path, len(tensor.shape)):
+                high.append(tensor.path)
+            groups.append((tensor.specs, lambda name=name: [folder[name]]))
+            copied += 1
+    with new_folder(destination, "destination") as new:
+        write_tensors(new, groups, shard_bytes)
+        _write_config(new, folder, chosen, high)
+        _copy_others(folder.directory, new, follow_links)
+        if (after := check_folder(new)).errors:
+            raise ValueError(f"the new folder would be broken, and was not written: {after.errors[0]}; report this")
+    name = PLAIN if chosen is None else chosen.name
+    return Conversion(pathlib.Path(destination), report.layout, name, tuple(found), copied, tuple(skipped))
+
+
+def _rounding(scales: ScaleRounding | str) -> ScaleRounding:
+    try:
+        return ScaleRounding(scales)
+    except ValueError:
+        options = ", ".join(repr(member.value) for member in ScaleRounding)
+        raise ValueError(f"scales={scales!r} must be one of {options}") from None
+
+
+def _converts(tensor: Tensor, layout: Layout | None, before: Layout | None, folder: TensorFolder) -> bool:
+    """Whether it is a weight that is in FP8 before or after."""
+    if not tensor.is_weight or tensor.layout is not None:
+        return tensor.layout is not None
+    # What a quantized checkpoint left alone stays so. Weights with three axes may be convolutions'.
+    path, axes = tensor.path, len(tensor.shape)
+    may_be = axes == 2 or "experts" in path.split(".")
+    chosen = is_linear(path, axes) and may_be and before is None
+    return layout is not None and chosen and not (is_head(path) or is_router(path, folder.tensors))
+
+
+def _require_convertible(tensor: Tensor, layout: Layout, before: Layout | None, folder: TensorFolder) -> None:
+    require_elements(tensor.name, tensor.shape)
+    names = () if before is None else before.input_scale_names
+    if layout.is_static and not any(f"{tensor.path}.{name}" in folder.tensors for name in names):
+        raise ValueError(
+            f"{tensor.path} has no scale for its input, which the layout needs; calibrate the model, or choose a "
+            "layout with dynamic inputs such as 'FP8_DYNAMIC'"
+        )
+
+
+def _made(old: Tensor, new: Tensor, rounding: ScaleRounding, found: list[Converted]) -> Sequence[np.ndarray]:
+    """The new tensors of a weight, one expert at a time; notes what became of it."""
+    front, squares, arrays = old.shape[:-2], [], []
+    if front:
+        arrays = [np.empty(spec.shape, spec.dtype) for spec in new.specs]
+    for index in itertools.product(*map(range, front)):
+        before = old.read(index)
+        after = _converted(before, new, rounding)
+        squares.append(_compared(before, after))
+        if not front:
+            arrays = new.encoded(after)
+        else:
+            for array, part in zip(arrays, new.encoded(after), strict=True):
+                array[index] = part
+    found.append(_noted(old.name, squares))
+    return arrays
+
+
+def _converted(values: Values, new: Tensor, rounding: ScaleRounding) -> Values:
+    """A matrix in a new layout, some rows at a time."""
+    if (layout := new.layout) is None:
+        made = np.empty(values.shape, new.dtype)
+        for rows in parts_of(values.shape):
+            made[rows] = values[rows].astype(new.dtype)
+        return made
+    block = layout.block((values.shape[0], values.shape[1]))
+    made = spread(values, block) if isinstance(values, ScaledMatrix) else None
+    if made is None or (layout.exponents and not are_exponents(made.scale)):
+        try:
+            made = quantized(
+                values,
+                block,
+                bf16_scales=rounding is not ScaleRounding.FLOAT32,
+                powers_of_two=rounding is ScaleRounding.POWER_OF_TWO,
+                exponents=layout.exponents,
+            )
+        except ValueError as error:
+            raise ValueError(f"{new.name} cannot be converted: {error}") from None
+    inputs = values.input_scale if isinstance(values, ScaledMatrix) and layout.is_static else None
+    return dataclasses.replace(made, input_scale=inputs)
+
+
+def _compared(before: Rows, after: Rows) -> tuple[float, float]:
+    """The sums of squares of differences and of values; the first is 0 if nothing differs."""
+    difference = norm = 0.0
+    for rows in parts_of(before.shape):
+        old, new = before[rows].astype(np.float32), after[rows].astype(np.float32)
+        if np.array_equal(old, new):
+            norm += float(np.square(old, dtype=np.float64).sum())
+            continue
+        # Not 0 where the square of a difference is too small for float64.
+        difference += max(float(np.square(new.astype(np.float64) - old).sum()), float(np.finfo(np.float64).tiny))
+        norm += float(np.square(old, dtype=np.float64).sum())
+    return difference, norm
+
+
+def _noted(name: str, errors: list[tuple[float, float]]) -> Converted:
+    difference, norm = (sum(numbers) for numbers in zip(*errors, strict=True))
+    if difference == 0.0:
+        return Converted(name, True, 0.0)
+    return Converted(name, False, math.sqrt(difference / norm) if norm else math.inf)
+
+
+def _write_config(new: pathlib.Path, folder: TensorFolder, layout: Layout | None, high: list[str]) -> None:
+    config = {name: value for name, value in folder.config.items() if name not in (KEY, "compression_config")}
+    described, files = ({}, {}) if layout is None else layout.config_files(high)
+    for name, content in {**files, CONFIG: {**config, **described}}.items():
+        (new / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def _copy_others(old: pathlib.Path, new: pathlib.Path, follow_links: bool) -> None:
+    """Copies the tokenizer and other files, except weights and files that were written already."""
+    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+    for path in sorted(old.iterdir()):
+        is_ours = path.name in (CONFIG, INDEX, "hf_quant_config.json") or path.suffix in weights
+        is_here = follow_links or path.resolve().parent == old.resolve()
+        if path.is_file() and is_here and not is_ours:
+            shutil.copyfile(path, new / path.name)

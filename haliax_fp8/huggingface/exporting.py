@@ -1,0 +1,431 @@
+"""export_model and serving_tensors: a model as the tensors that inference engines load."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import DTypeLike
+from rich.console import RenderableType
+
+from .._numerics.checks import require_bool
+from .._numerics.formats import E4M3 as FORMAT
+from .._op import Fp8DotGeneral
+from .._printing import Printable, new_table
+from ..layers.checks import check_not_modified, require_layers, unrecorded_operands
+from ..layers.config import Fp8Config, as_config
+from ..layers.tensor_names import is_embedding, is_head
+from ..layers.walk import Targets, as_patterns
+from ..recipes.recipe import SCALE_BITS, OperandName
+from ..recipes.scaling import AbstractScaling
+from .check import check_folder
+from .folder import CONFIG, TensorFolder, new_folder, require_folder_name, write_tensors
+from .layout import E4M3, PLAIN, Layout, as_layout, require_elements
+from .model import tensors_of, without_sharing
+from .names import NameMap
+from .scaled_matrix import BF16, BF16_BITS, ScaledMatrix, are_exponents, quantized, rounded_up, spread
+from .tensors import Tensor, tensors_in
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ExportReport(Printable):
+    """What an export wrote.
+
+    Args:
+        directory: The folder.
+        layout: The layout.
+        quantized: The number of weights in FP8.
+        quantized_bytes: The bytes that they take, scales included.
+        dense: The number of other tensors.
+        dense_bytes: The bytes that they take.
+        origins: Where the scales come from, with the number of weights for each.
+        ignore: The layers whose matrices are in high precision: what the configuration tells engines to leave alone.
+    """
+
+    directory: pathlib.Path
+    layout: str
+    quantized: int
+    quantized_bytes: int
+    dense: int
+    dense_bytes: int
+    origins: Mapping[str, int]
+    ignore: tuple[str, ...]
+
+    def __rich__(self) -> RenderableType:
+        """A row for FP8 weights and one for the rest."""
+        more = f" and {len(self.ignore) - 5} more" if len(self.ignore) > 5 else ""
+        left = f"matrices in high precision: {', '.join(self.ignore[:5])}{more}"
+        table = new_table(f"{self.directory}: {self.layout}, read back and compared", left if self.ignore else "")
+        for column in ("tensors", "number", "bytes", "scales"):
+            table.add_column(column)
+        scales = ", ".join(f"{origin}: {count}" for origin, count in self.origins.items())
+        table.add_row("weights in FP8", str(self.quantized), f"{self.quantized_bytes:,}", scales)
+        table.add_row("others", str(self.dense), f"{self.dense_bytes:,}", "")
+        return table
+
+
+def export_model(
+    model: Any,
+    directory: str | os.PathLike[str],
+    layout: str | Layout = "FP8_DYNAMIC",
+    *,
+    names: Any = None,
+    config: Mapping[str, Any] | None = None,
+    dtype: DTypeLike | None = "bfloat16",
+    bf16_scales: bool = True,
+    training_scales: bool = True,
+    targets: Targets | None = None,
+    exclude: Targets | None = None,
+    shard_bytes: int = 5 * 10**9,
+    rules_of: Fp8Config | None = None,
+) -> ExportReport:
+    """Writes a model as inference engines load it: safetensors and `config.json`.
+
+    Weights are `[out, in]`, one for each block of a stack and each expert. Those of layers that train in FP8 are
+    quantized, or of a plain model those of all linear layers but heads, embeddings and routers; the rest is written in
+    `dtype`. Tensors are made and written one at a time. The folder is read back and compared, and checked as by
+    `check_folder`, before it takes its name: it is complete or absent.
+
+    Whatever its class and name, a layer whose matrix is not quantized is listed in the configuration, so that engines
+    leave it alone: embeddings, convolutions, routers and excluded linear layers. A head that shares the embedding's
+    matrix by `eqx.nn.Shared` is not written, and `config.json` says `tie_word_embeddings`; unless it trains in FP8.
+
+    | layout | weights | inputs |
+    |---|---|---|
+    | `"FP8_DYNAMIC"` | a scale for each output | quantized by the engine, each token |
+    | `"HF_FP8"` | blocks of 128x128, by Hugging Face's names | by the engine, 128 of a token |
+    | `"FP8_BLOCK"` | the same by the names of compressed-tensors | the same |
+    | `"MXFP8"` | 32 inputs, E8M0 | the same, by the engine |
+    | `"FP8"` | a scale for each output; those of training are equal | one scale, from training |
+    | `"FP8_TENSOR"` | one scale | one scale, from training |
+    | `"W8A16"` | a scale for each output | high precision |
+    | `"modelopt"` | one scale | one scale, from training |
+    | `"BF16"` | not quantized | |
+
+    Args:
+        model: A converted model, a plain one, or one with frozen FP8 layers, whose data and scales stay as they are.
+        directory: The folder; new or empty.
+        layout: The layout or its name, see above.
+        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models`.
+        config: What `config.json` says of the architecture, such as `models.hugging_face_config(model)`.
+        dtype: The dtype in which the model computes: kernels are rounded to it before they are quantized, as a step
+            does that casts its parameters. None keeps each array's own.
+        bf16_scales: Round scales up to what bfloat16 holds, because engines that cast a model cast its scales too.
+            Powers of two stay as they are. False writes the scales of training.
+        training_scales: Quantize kernels with the scales that the next step of training would take, where the layout
+            can hold them. False computes new ones, as fine as the layout's blocks.
+        targets: The layers to quantize instead: patterns as in `fp8_linear_layers`, of the names in the state dict
+            with `*` for the number of a block.
+        exclude: Layers to leave in high precision; by default those called `head` or `lm_head`.
+        shard_bytes: The most bytes of a file; larger models have several, and an index.
+        rules_of: Only its `rules` matter; needed for layers of your own classes.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: If the folder is not empty; if weights are not finite; if a static layout lacks the scale of an
+            input; if two tensors get the same name; if what was written does not read back as it was; or if engines
+            would read it wrongly, as `check_folder` finds out.
+
+    Example:
+        >>> import tempfile
+        >>> model = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0))
+        >>> report = export_model(model, tempfile.mkdtemp() + "/mlp")
+        >>> report.quantized, report.dense, report.quantized_bytes
+        (2, 2, 17152)
+    """
+    require_folder_name(directory, "export_model(model, directory)")
+    require_layers(model, "export_model(model, directory)")
+    if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
+        raise ValueError(f"shard_bytes={shard_bytes!r} must be a positive integer; 5 * 10**9 is usual")
+    try:
+        json.dumps(config, allow_nan=False, default=str)
+    except ValueError as error:
+        raise ValueError(f"config={config!r} cannot be written as JSON: {error}") from error
+    check_not_modified(model)
+    chosen = as_layout(layout)
+    how = _How(names, dtype, bf16_scales, training_scales, targets, exclude, rules_of)
+    tensors, tied = _to_write(model, chosen, how)
+    origins: Counter[str] = Counter()
+    digests: dict[str, str] = {}
+
+    def made(tensor: Tensor) -> list[np.ndarray]:
+        values = tensor.read()
+        digests[tensor.name] = _digest(values)
+        if isinstance(values, ScaledMatrix):
+            origins[values.origin] += 1
+        return tensor.encoded(values)
+
+    ignore = (*_in_high_precision(tensors), *tied)
+    described, files = ({}, {}) if chosen is None else chosen.config_files(ignore)
+    with new_folder(directory) as folder:
+        write_tensors(folder, [(tensor.specs, lambda tensor=tensor: made(tensor)) for tensor in tensors], shard_bytes)
+        ties = {"tie_word_embeddings": True} if tied else {}
+        for name, content in {**files, CONFIG: {**(config or {}), **ties, **described}}.items():
+            (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        _compare(folder, tensors, digests)
+        _require_sound(folder)
+    of_kernels, of_rest = (
+        [sum(spec.bytes for spec in tensor.specs) for tensor in tensors if (tensor.layout is None) == is_rest]
+        for is_rest in (False, True)
+    )
+    counts = len(of_kernels), sum(of_kernels), len(of_rest), sum(of_rest)
+    name = PLAIN if chosen is None else chosen.name
+    return ExportReport(pathlib.Path(directory), name, *counts, dict(origins), ignore)
+
+
+def serving_tensors(
+    model: Any,
+    layout: str | Layout = "FP8_DYNAMIC",
+    *,
+    names: Any = None,
+    dtype: DTypeLike | None = "bfloat16",
+    bf16_scales: bool = True,
+    training_scales: bool = True,
+    targets: Targets | None = None,
+    exclude: Targets | None = None,
+    rules_of: Fp8Config | None = None,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields names and arrays one at a time, for an engine that takes weights while it runs.
+
+    The tensors that `export_model` writes, with the very values that the step multiplies: kernels rounded to the dtype
+    of the step, with its scales where the layout can hold them.
+
+    Args:
+        model: As in `export_model`.
+        layout: As in `export_model`.
+        names: As in `export_model`.
+        dtype: As in `export_model`.
+        bf16_scales: As in `export_model`.
+        training_scales: As in `export_model`.
+        targets: As in `export_model`.
+        exclude: As in `export_model`.
+        rules_of: As in `export_model`.
+
+    Raises:
+        ValueError: As in `export_model`.
+
+    Example:
+        >>> model = eqx.nn.Linear(64, 32, use_bias=False, key=jax.random.key(0))
+        >>> [(name, array.dtype.name, array.shape) for name, array in serving_tensors({"up": model})]
+        [('up.weight', 'float8_e4m3fn', (32, 64)), ('up.weight_scale', 'float32', (32, 1))]
+    """
+    require_layers(model, "serving_tensors(model, layout)")
+    how = _How(names, dtype, bf16_scales, training_scales, targets, exclude, rules_of)
+    tensors, _ = _to_write(model, as_layout(layout), how)
+    pairs = (zip(tensor.specs, tensor.encoded(tensor.read()), strict=True) for tensor in tensors)
+    return ((spec.name, array) for pair in pairs for spec, array in pair)
+
+
+# --- What is written --------------------------------------------------------------------------------------------------
+
+# Layers that engines leave in high precision, by their names in models.
+_HEADS = ("head", "lm_head")
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """The arguments of an export that say what the tensors of a model become."""
+
+    names: Any
+    dtype: DTypeLike | None
+    bf16_scales: bool
+    training_scales: bool
+    targets: Targets | None
+    exclude: Targets | None
+    rules_of: Fp8Config | None
+
+    def __post_init__(self) -> None:
+        for flag in ("bf16_scales", "training_scales"):
+            require_bool(flag, getattr(self, flag), of="an export")
+
+
+def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor], tuple[str, ...]]:
+    """The tensors that a checkpoint of a model has, by its names, and the head if it is the embedding.
+
+    Raises:
+        ValueError: If two tensors get the same name, nothing is left to quantize, a scale is missing, or a layer of the
+            model is in another format of FP8 than layouts have.
+    """
+    names, rules = NameMap.of(how.names), as_config(how.rules_of).rules
+    patterns: dict[str, Any] = {
+        "dtype": None if how.dtype is None else np.dtype(how.dtype),
+        "targets": None if how.targets is None else as_patterns("targets", how.targets),
+        "exclude": _HEADS if how.exclude is None else as_patterns("exclude", how.exclude),
+    }
+    own = list(tensors_of(model, rules, **patterns))
+    whole = without_sharing(model)
+    found = own if whole is model else list(tensors_of(whole, rules, **patterns))
+    tied = [] if whole is model else _tied_heads(found, {tensor.name for tensor in own}, names)
+    tensors = []
+    for tensor in found:
+        if any(tensor is head for head in tied):
+            continue
+        named = dataclasses.replace(tensor, name=names.to_checkpoint(tensor.name))
+        if layout is not None and tensor.is_chosen:
+            _require_quantizable(tensor, layout)
+            named = dataclasses.replace(named, read=functools.partial(_quantized, tensor, layout, how), layout=layout)
+        elif tensor.layer is not None:
+            raise ValueError(
+                f"{tensor.path} is in FP8 in the model and would be written in high precision; thaw the model first, "
+                "or choose a layout that has it in FP8"
+            )
+        tensors.append(named)
+    all_names = Counter(tensor.name for tensor in tensors)
+    if twice := sorted(name for name, n in all_names.items() if n > 1):
+        raise ValueError(f"names gives {twice[0]!r} to two tensors of the model; each needs a name of its own")
+    if layout is not None and all(tensor.layout is None for tensor in tensors):
+        raise ValueError("model has no layer to quantize; give targets=..., or the layout 'BF16' for a plain export")
+    return tensors, tuple(names.to_checkpoint(tensor.path) for tensor in tied)
+
+
+def _tied_heads(found: list[Tensor], own: set[str], names: NameMap) -> list[Tensor]:
+    """Heads that share the matrix of an embedding, which engines do without: `tie_word_embeddings`."""
+    heads = [tensor for tensor in found if tensor.name not in own and is_head(names.to_checkpoint(tensor.path))]
+    tables = [tensor for tensor in found if tensor.name in own and is_embedding(names.to_checkpoint(tensor.path))]
+    is_plain = lambda tensor, shape: tensor.layer is None and not tensor.is_chosen and tensor.shape == shape
+    same = lambda a, b: is_plain(a, b.shape) and is_plain(b, a.shape) and np.array_equal(a.read(), b.read())
+    return [head for head in heads if any(same(head, table) for table in tables)]
+
+
+def _in_high_precision(tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    """The layers of matrices that are not quantized, whatever their class and name.
+
+    Engines and checks know a checkpoint's layers by their names alone. Listed, an embedding called `emb` or a
+    convolution is not taken for a linear layer that lost its scales.
+    """
+    return tuple(t.path for t in tensors if t.layout is None and t.is_weight and len(t.shape) > 1)
+
+
+# --- Scales -----------------------------------------------------------------------------------------------------------
+
+
+def _require_quantizable(tensor: Tensor, layout: Layout) -> None:
+    """Raises a ValueError if a layout cannot hold a layer's weight, as far as that is known before it is read."""
+    if tensor.layer is not None and tensor.dtype != E4M3:
+        raise ValueError(
+            f"{tensor.path} is in {tensor.dtype} in the model, and layouts have {E4M3}; make it plain with "
+            "serving.dequantize or checkpoints.thaw, and export that, which quantizes it again"
+        )
+    if layout.is_static and not _has_input_scale(tensor):
+        raise ValueError(
+            f"{tensor.path} has no scale for its input, which a static layout needs: it has to come from training "
+            "with delayed or static scaling, or from calibrate(fp8_linear_layers(model, recipe='static'), ...). "
+            "'FP8_DYNAMIC' needs none"
+        )
+    require_elements(tensor.path, tensor.shape)
+
+
+def _has_input_scale(tensor: Tensor) -> bool:
+    if tensor.layer is not None:
+        return tensor.layer.kernel.input_scale is not None
+    return tensor.op is not None and _scaling(tensor.op, "input") is not None and _stored(tensor, "input") is not None
+
+
+def _scaling(op: Fp8DotGeneral | None, operand: OperandName) -> AbstractScaling | None:
+    """An operand's scaling in training; None if there is none that an export in E4M3 can have."""
+    if op is None:
+        return None
+    quantization = op.recipe.uses[operand, "fprop"]
+    return quantization.scaling if quantization.format == FORMAT and quantization.scaling.quantizes else None
+
+
+def _stored(tensor: Tensor, operand: OperandName) -> float | None:
+    """The scale that the next step quantizes an operand with, if the state of training has it."""
+    scaling = _scaling(tensor.op, operand)
+    if tensor.op is None or scaling is None or not scaling.stores_scale:
+        return None
+    if operand in unrecorded_operands(tensor.op.state):
+        without = {
+            "kernel": "training_scales=False computes the scales of kernels from the weights",
+            "input": "'FP8_DYNAMIC' needs no scale of inputs",
+        }
+        raise ValueError(
+            f"the state of {tensor.path} has no scale of its {operand} yet, as before the first step. Calibrate the "
+            f"model, model = calibrate(model, loss_fn, batches), or train a step; or else {without[operand]}"
+        )
+    scale = np.asarray(tensor.op.scale(operand))
+    return float(scale[tensor.index[: scale.ndim]])
+
+
+def _quantized(tensor: Tensor, layout: Layout, how: _How) -> ScaledMatrix:
+    """The FP8 data and scales of a layer's weight in a layout."""
+    block = layout.block((tensor.shape[0], tensor.shape[1]))
+    values = tensor.read()
+    if isinstance(values, ScaledMatrix):
+        if (finer := spread(values, block)) is None:
+            raise ValueError(
+                f"{tensor.path} is in FP8 in blocks of {values.block}, which the layout's blocks of {block} cannot "
+                "hold; choose the layout that it was imported from, or thaw the model to quantize it again"
+            )
+        if layout.exponents and not are_exponents(finer.scale):
+            raise ValueError(
+                f"{tensor.path} has scales that the layout cannot store: it takes powers of two, 2**-127 or larger. "
+                "Choose the layout that it was imported from, or make the model plain to quantize it again"
+            )
+        return dataclasses.replace(finer, input_scale=values.input_scale if layout.is_static else None)
+    # How many significant bits a scale has where the step multiplies: fewer in bfloat16.
+    bits = {name: SCALE_BITS[name] if tensor.dtype == BF16 else 24 for name in ("kernel", "input")}
+    try:
+        made = quantized(
+            values,
+            block,
+            scaling=_scaling(tensor.op, "kernel") if how.training_scales else None,
+            stored=_stored(tensor, "kernel") if how.training_scales else None,
+            scale_bits=bits["kernel"],
+            bf16_scales=how.bf16_scales,
+            exponents=layout.exponents,
+        )
+    except ValueError as error:
+        raise ValueError(f"{tensor.path} cannot be exported: {error}") from None
+    if not layout.is_static:
+        return made
+    scale = np.float32(_stored(tensor, "input"))
+    if not (np.isfinite(scale) and scale > 0):
+        raise ValueError(f"{tensor.path} has the input scale {scale}; calibrate the model, or train a step")
+    scale = rounded_up(scale.reshape(1), min(bits["input"], BF16_BITS) if how.bf16_scales else bits["input"])[0]
+    return dataclasses.replace(made, input_scale=float(scale))
+
+
+# --- Read back --------------------------------------------------------------------------------------------------------
+
+
+def _compare(folder: pathlib.Path, tensors: Sequence[Tensor], digests: Mapping[str, str]) -> None:
+    """Raises a ValueError unless a folder holds what was to be written, as an import reads it."""
+    written = tensors_in(TensorFolder.open(folder))
+    for tensor in tensors:
+        if _digest(written[tensor.name].read()) != digests[tensor.name]:
+            name = tensor.name if tensor.layout is None else tensor.path
+            raise ValueError(f"{name} did not read back as it was written; nothing was exported: report this")
+
+
+def _require_sound(folder: pathlib.Path) -> None:
+    """Raises a ValueError if engines would read a folder wrongly, whose tensors are as the model has them."""
+    errors = check_folder(folder).errors
+    if not errors:
+        return
+    first = str(errors[0])
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    raise ValueError(
+        f"engines would read the checkpoint wrongly, so nothing was exported: {first}{more}. Give names=... if engines "
+        "confuse the names of two layers, targets= or exclude= if a layer must not be in FP8, another config= if this "
+        "one has other sizes; or change the model if its own numbers are not finite"
+    )
+
+
+def _digest(values: np.ndarray | ScaledMatrix) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    arrays: list[Any] = [values]
+    if isinstance(values, ScaledMatrix):
+        arrays = [values.data, values.scale, np.float32(np.nan if values.input_scale is None else values.input_scale)]
+    for array in arrays:
+        found.update(f"{array.dtype}{array.shape}".encode())
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()

@@ -1,0 +1,272 @@
+"""Folders of safetensors: read through a memory map; written one tensor at a time, complete or absent."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._files.header import NAMES, Stored, read_header
+from .._files.strict_json import BrokenCheckpoint, json_file
+
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+
+
+def require_folder_name(directory: Any, call: str) -> None:
+    """Raises a ValueError if an argument cannot be the name of a folder, as where it and the model are swapped.
+
+    Args:
+        directory: The argument.
+        call: The call with its arguments in order.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise ValueError(f"directory is of type {type(directory).__name__}, not the name of a folder; use {call}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFolder:
+    """The tensors of a folder and its configuration.
+
+    Args:
+        directory: The folder.
+        tensors: Where each tensor is, by name.
+        config: What `config.json` holds.
+        follow_links: Whether files may be links that lead out of the folder.
+    """
+
+    directory: pathlib.Path
+    tensors: dict[str, Stored]
+    config: dict[str, Any]
+    follow_links: bool = False
+
+    @staticmethod
+    def open(directory: str | os.PathLike[str], *, follow_links: bool = False) -> "TensorFolder":
+        """Reads the headers of a folder's files; no tensor yet.
+
+        Nothing is executed and nothing is unpickled: a folder that holds only `pytorch_model.bin` is refused.
+
+        Args:
+            directory: The folder.
+            follow_links: Whether files may be links that lead out of the folder, as in the cache of Hugging Face's
+                hub. An index may never name files elsewhere.
+
+        Raises:
+            BrokenCheckpoint: If a file is missing, lies outside of the folder, or is not what the format says; a
+                `ValueError` that names the file, and the tensor if it is one.
+        """
+        folder = pathlib.Path(directory)
+        if not folder.is_dir():
+            raise BrokenCheckpoint(os.fspath(directory), "it is not a folder")
+        config = json_file(_inside(folder, CONFIG, "a checkpoint has it beside its tensors", follow_links))
+        listed = None
+        if os.path.lexists(folder / INDEX):
+            listed = _weight_map(json_file(_inside(folder, INDEX, "", follow_links)))
+            remedy = f"{INDEX} names it; copy it too"
+            paths = [_inside(folder, file, remedy, follow_links) for file in dict.fromkeys(listed.values())]
+        else:
+            remedy = f"a checkpoint is this file, or those that {INDEX} lists; pickled weights are never read"
+            paths = [_inside(folder, SINGLE, remedy, follow_links)]
+        return TensorFolder(folder, _tensors(paths, listed), config, follow_links)
+
+    def json_beside(self, name: str) -> dict[str, Any] | None:
+        """What another file of the folder holds; None if there is none.
+
+        Args:
+            name: The file.
+
+        Raises:
+            BrokenCheckpoint: If it is a link out of the folder, or not JSON.
+        """
+        if not os.path.lexists(self.directory / name):
+            return None
+        return json_file(_inside(self.directory, name, "", self.follow_links))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A tensor, mapped: its bytes are read as they are used.
+
+        Raises:
+            ValueError: If the folder has no file of that name.
+        """
+        if name not in self.tensors:
+            raise ValueError(f"{self.directory} has no tensor {name}")
+        return self.tensors[name].array()
+
+
+def _weight_map(index: dict[str, Any]) -> dict[str, str]:
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise BrokenCheckpoint(INDEX, "it has no weight_map from names of tensors to names of files")
+    return listed
+
+
+def _tensors(paths: list[pathlib.Path], listed: dict[str, str] | None) -> dict[str, Stored]:
+    tensors: dict[str, Stored] = {}
+    for path in paths:
+        for name, stored in read_header(path).items():
+            if name in tensors:
+                raise BrokenCheckpoint(
+                    path.name, f"it is in {tensors[name].file.name} too; a tensor may be in one file only", name
+                )
+            tensors[name] = stored
+    for name, stored in tensors.items():
+        if listed is not None and listed.get(name) != stored.file.name:
+            where = f"says that it is in {listed[name]}" if name in listed else "does not list it"
+            raise BrokenCheckpoint(stored.file.name, f"{INDEX} {where}", name)
+    for name, file in (listed or {}).items():
+        if name not in tensors:
+            raise BrokenCheckpoint(file, f"it is missing, but {INDEX} lists it", name)
+    return tensors
+
+
+def _inside(folder: pathlib.Path, name: str, remedy: str, follow_links: bool) -> pathlib.Path:
+    """A file of a folder, which may not lie elsewhere."""
+    if name in ("", ".", "..") or "\0" in name or pathlib.PurePath(name).name != name or "\\" in name:
+        raise BrokenCheckpoint(INDEX, f"it names the file {name!r}, which would lie outside of the folder")
+    path = folder / name
+    if not os.path.lexists(path):
+        raise BrokenCheckpoint(name, f"it is missing; {remedy}")
+    if not follow_links and path.resolve().parent != folder.resolve():
+        raise BrokenCheckpoint(name, f"it is a link out of the folder; {_LINKS}")
+    if not path.is_file():
+        raise BrokenCheckpoint(name, "it is not a file")
+    return path
+
+
+_LINKS = "allow that with follow_links=True (--follow-links), or copy the folder with cp -L"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """A tensor before it exists.
+
+    Args:
+        name: Its name.
+        dtype: Its dtype.
+        shape: Its shape.
+    """
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its size in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@contextlib.contextmanager
+def new_folder(directory: str | os.PathLike[str], name: str = "directory") -> Iterator[pathlib.Path]:
+    """A folder to write to, which takes its name when everything in it is complete.
+
+    Until then it lies beside, under another name, which begins with a dot; an error removes it.
+
+    Args:
+        directory: The folder, which must not exist, or be empty.
+        name: The caller's argument, for errors.
+
+    Raises:
+        ValueError: If it exists and is not empty, is a link, or cannot be made.
+    """
+    given = f"{name}={os.fspath(directory)!r}"
+    final = pathlib.Path(directory).absolute()
+    # A complete folder could not take these names.
+    if final.is_symlink():
+        raise ValueError(f"{given} is a link; give the folder that it leads to, {str(final.resolve())!r}")
+    if final.name == "..":
+        raise ValueError(f"{given} ends with '..'; give the folder's own name")
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise ValueError(f"{given} exists and is not empty; remove it or choose another")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    except OSError as error:
+        raise ValueError(
+            f"{given} cannot be made in {str(final.parent)!r}: {error.strerror}; choose a writable folder"
+        ) from error
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        for path in (*temporary.iterdir(), temporary):
+            _to_disk(path)
+        temporary.replace(final)
+        _to_disk(final.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _to_disk(path: pathlib.Path) -> None:
+    """Waits until a file, or the names in a folder, would survive a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_tensors(
+    folder: pathlib.Path, groups: Sequence[tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]], limit: int
+) -> None:
+    """Writes tensors into `model.safetensors`, or into numbered files with an index.
+
+    Args:
+        folder: Where to.
+        groups: Tensors that are made together, and what makes them.
+        limit: The most bytes of a file, unless a group alone has more.
+    """
+    shards: list[list[int]] = [[]]
+    size = 0
+    for i, (specs, _) in enumerate(groups):
+        more = sum(spec.bytes for spec in specs)
+        if shards[-1] and size + more > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(i)
+        size += more
+    files = [SINGLE] if len(shards) == 1 else [_numbered(i, len(shards)) for i in range(1, len(shards) + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        _write(folder / file, [groups[i] for i in shard])
+    if len(files) > 1:
+        where = {s.name: file for file, shard in zip(files, shards, strict=True) for i in shard for s in groups[i][0]}
+        total = sum(spec.bytes for specs, _ in groups for spec in specs)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _numbered(i: int, n: int) -> str:
+    return f"model-{i:05d}-of-{n:05d}.safetensors"
+
+
+def _write(
+    path: pathlib.Path, groups: Sequence[tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]]
+) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, offset = {}, 0
+    # The widest elements first: so each tensor begins at a multiple of its element, without which PyTorch fails.
+    for spec in sorted((spec for specs, _ in groups for spec in specs), key=lambda spec: -spec.dtype.itemsize):
+        entry = {"dtype": NAMES[spec.dtype], "shape": spec.shape, "data_offsets": (offset, offset + spec.bytes)}
+        header[spec.name], offsets[spec.name] = entry, offset
+        offset += spec.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        begin = file.tell()
+        for specs, make in groups:
+            for spec, array in zip(specs, make(), strict=True):
+                if (array.dtype, array.shape) != (spec.dtype, spec.shape):
+                    raise ValueError(
+                        f"{spec.name} is {array.dtype}{array.shape}, announced as {spec.dtype}{spec.shape}: report this"
+                    )
+                file.seek(begin + offsets[spec.name])
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

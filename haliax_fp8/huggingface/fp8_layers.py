@@ -1,0 +1,242 @@
+"""FP8 data and scales of a checkpoint as layers: frozen ones, and those that multiply by them for inference."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import numpy as np
+
+from .._numerics.formats import FORMATS
+from ..layers.kernel import axes_of
+from ..layers.quantized_kernels import named_behind
+from ..recipes.scaling import AbstractScaling, BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling, StaticScaling
+from ..serving.kernel import ServedKernel
+from ..serving.layers import ServedEquinoxLinear, ServedLinear, ServedMoELinear
+from ..serving.scheme import Scheme
+from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear
+from .frozen_kernel import FrozenKernel
+from .layout import Inputs
+from .model import Leaf, plain
+from .scaled_matrix import ScaledMatrix, are_exponents
+
+
+type Found = Sequence[tuple[tuple[int, ...], ScaledMatrix]]
+"""The matrices of a layer, by their index along the axes of ensembles, stacks and experts."""
+
+
+def _stacked(leaf: Leaf, found: Found) -> tuple[ScaledMatrix, np.ndarray, np.ndarray, np.ndarray | None]:
+    """The first matrix; the bits of the data, float32 scales, and those of inputs, where all matrices have them."""
+    first = found[0][1]
+    if any((matrix.block, matrix.data.dtype) != (first.block, first.data.dtype) for _, matrix in found):
+        raise ValueError(
+            f"the blocks of {leaf.site.place} have scales for blocks of different sizes; import it dequantized"
+        )
+    data = np.empty((*leaf.leading, *first.data.shape), np.uint8)
+    scales = np.empty((*leaf.leading, *first.scale.shape), np.float32)
+    has_inputs = all(matrix.input_scale is not None for _, matrix in found)
+    of_inputs = np.empty(leaf.leading, np.float32) if has_inputs else None
+    for index, matrix in found:
+        data[index], scales[index] = matrix.data.view(np.uint8), matrix.scale
+        if of_inputs is not None:
+            of_inputs[index] = matrix.input_scale
+    return first, data, scales, of_inputs
+
+
+def frozen_layer(layer: Any, leaf: Leaf, found: Found) -> Any:
+    """The layer with FP8 data and scales instead of its weight.
+
+    Args:
+        layer: The plain layer.
+        leaf: Its weight.
+        found: The matrices.
+
+    Raises:
+        ValueError: If the class has no frozen form.
+    """
+    first, data, scales, of_inputs = _stacked(leaf, found)
+    axes = None
+    if isinstance(leaf.array, hax.NamedArray):
+        experts = leaf.site.kernel.Experts
+        axes = (*leaf.stack, *(() if experts is None else axes_of(experts)))
+
+    def named(array: np.ndarray, *last: str) -> Any:
+        if axes is None:
+            return leaf.sharded(array)
+        sizes = array.shape[array.ndim - len(last) :] if last else ()
+        all_axes = (*axes, *(hax.Axis(name, size) for name, size in zip(last, sizes, strict=True)))
+        template = hax.named(np.zeros([axis.size for axis in all_axes], bool), all_axes)
+        return jax.tree.unflatten(jax.tree.structure(template), [leaf.sharded(array)])
+
+    bits = FrozenKernel(
+        named(data, "fp8_out", "fp8_in"),
+        named(_bits(scales), "fp8_rows", "fp8_columns"),
+        None if of_inputs is None else named(_bits(of_inputs)),
+        first.data.dtype,
+        first.block,
+    )
+    match layer:
+        case hnn.Linear():
+            fields: tuple[Any, ...] = (None, layer.bias, layer.In, layer.Out, layer.dot_general, layer._reparam_cls)
+            return FrozenLinear(*fields, kernel=bits)
+        case hnn.MoELinear():
+            fields = (None, layer.bias, layer.Experts, layer.In, layer.Out)
+            return FrozenMoELinear(*fields, use_gmm=layer.use_gmm, kernel=bits)
+        case eqx.nn.Linear():
+            return FrozenEquinoxLinear(layer, bits)
+    raise ValueError(
+        f"{leaf.site.place} is a {type(layer).__name__}, which has no frozen form; import it with "
+        "weights='dequantized', or leave it in high precision in the checkpoint"
+    )
+
+
+def served_layer(layer: Any, leaf: Leaf, found: Found, inputs: Inputs | None, compute_dtype: np.dtype | None) -> Any:
+    """The layer with the kernels of a checkpoint instead of its weight, data and scales as they are.
+
+    Args:
+        layer: The plain layer.
+        leaf: Its weight.
+        found: The matrices.
+        inputs: How the checkpoint says that inputs are quantized; None if they are not.
+        compute_dtype: The dtype that its product computes in, if the layer says so.
+
+    Raises:
+        ValueError: If no product of this package takes such scales, or the class has no form for inference.
+    """
+    path, kernel = str(leaf.site.place), leaf.site.kernel
+    first, data, scales, of_inputs = _stacked(leaf, found)
+    is_static = inputs is not None and not inputs.dynamic
+    if is_static and of_inputs is None:
+        raise ValueError(f"the checkpoint says that the input of {path} is static, but has no scale for it")
+    of_inputs = of_inputs if is_static else None
+    experts = 0 if kernel.Experts is None else len(axes_of(kernel.Experts))
+    leading, rank = len(leaf.leading) - experts, 2 + experts
+    scaling = _scaling(path, scales, first, inputs)
+    scales = scales[..., :1, :1] if isinstance(scaling, StaticScaling) else scales
+    per_expert = False
+    if experts:
+        axes = tuple(range(leading, leading + experts))
+        differ = lambda x: x is not None and bool((x != x.max(axes, keepdims=True)).any())
+        any_differ = differ(scales) or differ(of_inputs)
+        per_expert = any_differ and is_static and isinstance(scaling, StaticScaling)
+        if of_inputs is not None and not per_expert:
+            if differ(of_inputs):
+                raise ValueError(
+                    f"the experts of {path} have static inputs with a scale each, and kernels with scales of rows, "
+                    f"which no grouped product takes; {_OTHERWISE}"
+                )
+            of_inputs = of_inputs[(..., *(0,) * experts)]
+        if any_differ and not per_expert and isinstance(scaling, StaticScaling):
+            # Of dynamic inputs rows have scales, and so have the rows of kernels: equal ones in each expert.
+            scaling = RowwiseScaling(power_of_two=_powers(scales))
+            scales = np.broadcast_to(scales, (*data.shape[:-1], 1))
+    scheme = _scheme(path, scaling, _powers(scales), inputs, first.data.dtype)
+    if experts and scheme.input is None:
+        raise ValueError(
+            f"{path} multiplies each row by the kernel of its expert. There is no such product of an input in high "
+            "precision and kernels stored in FP8: import with weights='dequantized' or weights='frozen'"
+        )
+
+    # Experts are `[experts, in, out]`, as their layers hand them over, and so are their scales; data have the sum last.
+    def named(array: np.ndarray, *, transposed: bool = False) -> hax.NamedArray:
+        return named_behind(leaf.sharded(array, transposed=transposed), leaf.stack, leading)
+
+    block, ones = None, (1,) * experts
+    if isinstance(scaling, StaticScaling):
+        # One for each layer, or for each expert.
+        stored = scales[..., 0, 0]
+        stored = _bits(stored if per_expert else stored[(..., *(0,) * experts)])
+    else:
+        stored = _bits(np.swapaxes(scales, -1, -2) if experts else scales)
+        if isinstance(scaling, BlockScaling):
+            block = (*ones, scaling.size, scaling.size)
+        elif isinstance(scaling, MXFP8Scaling):
+            block, stored = (*ones, *((32, 1) if experts else (1, 32))), (stored >> 23).astype(np.uint8)
+    served = ServedKernel(
+        named(data),
+        named(stored, transposed=bool(experts)),
+        None if of_inputs is None else named(_bits(of_inputs)),
+        scheme,
+        (*range(experts), rank - 1, rank - 2) if experts else (0, 1),
+        (rank - 2,) if experts else (1,),
+        block,
+        _significant_bits(scales),
+        compute_dtype,
+        np.dtype(plain(kernel.weight).dtype),
+        "scales of the checkpoint",
+        input_bits=24 if of_inputs is None else _significant_bits(of_inputs),
+        per_expert=per_expert,
+    )
+    match layer:
+        case hnn.Linear():
+            return ServedLinear.of_matrix(layer, served)
+        case hnn.MoELinear():
+            return ServedMoELinear.of(layer, served)
+        case eqx.nn.Linear():
+            return ServedEquinoxLinear(layer, served)
+    raise ValueError(
+        f"{path} is a {type(layer).__name__}, which has no FP8 form for inference; import it with "
+        "weights='dequantized', and quantize that with serving.quantize_for_inference"
+    )
+
+
+def _scheme(path: str, scaling: AbstractScaling, powers: bool, inputs: Inputs | None, format: np.dtype) -> Scheme:
+    """How the layer multiplies. As in the recipes of training: where weights have powers of two, inputs do."""
+    of_input = None
+    if inputs is not None:
+        match inputs.strategy, inputs.dynamic:
+            case ("tensor", False):
+                of_input = StaticScaling()
+            case ("tensor", True):
+                of_input = CurrentScaling()
+            case ("token", _):
+                of_input = RowwiseScaling(power_of_two=powers)
+            case _ if isinstance(scaling, MXFP8Scaling):
+                of_input = MXFP8Scaling()
+            case _:
+                of_input = BlockScaling(inputs.size, power_of_two=powers)
+    try:
+        return Scheme(scaling, of_input, FORMATS[format])
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be served as it is: {error}; {_OTHERWISE}") from None
+
+
+def _scaling(path: str, scales: np.ndarray, first: ScaledMatrix, inputs: Inputs | None) -> AbstractScaling:
+    """How a kernel was quantized, as far as a product has to know."""
+    (height, width), (rows, columns) = first.block, first.data.shape
+    if inputs is not None and inputs.strategy == "group":
+        if (height, width, inputs.size) == (1, 32, 32) and are_exponents(scales):
+            return MXFP8Scaling()
+        if height == width:
+            return BlockScaling(width, square=True, power_of_two=_powers(scales))
+    elif (height, width) == (rows, columns):
+        return StaticScaling()
+    elif height == 1 and width >= columns:
+        is_static = inputs is not None and not inputs.dynamic
+        # Rows of equal scales, as engines want them, are one scale again: one product with one scale.
+        if is_static and (scales == scales[..., :1, :1]).all():
+            return StaticScaling()
+        return RowwiseScaling(power_of_two=_powers(scales))
+    raise ValueError(f"{path} has scales for blocks of {first.block}, which no product takes; {_OTHERWISE}")
+
+
+def _powers(scales: np.ndarray) -> bool:
+    """Whether all are powers of two."""
+    return bool((np.frexp(scales)[0] == 0.5).all())
+
+
+_OTHERWISE = "import the checkpoint with weights='frozen' or 'dequantized'"
+
+
+def _bits(scales: np.ndarray) -> np.ndarray:
+    """The bits of float32, in an array of its own."""
+    return np.array(scales, np.float32, order="C").view(np.uint32)
+
+
+def _significant_bits(scales: np.ndarray) -> int:
+    """The significant bits of the scale that has the most, of 24: the leading one included."""
+    words = _bits(scales) & np.uint32(0x7FFFFF)
+    word = int(np.bitwise_or.reduce(words, axis=None))
+    return 24 - ((word & -word).bit_length() - 1) if word else 1

@@ -1,0 +1,309 @@
+"""import_model: a checkpoint in any of the layouts, made by anyone, into a model of Haliax or Equinox."""
+
+import dataclasses
+import enum
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._files.fits import require_fits
+from .._numerics.checks import nearest
+from ..layers.checks import require_layers
+from ..layers.config import Fp8Config, as_config
+from ..layers.equinox import rebuilt
+from ..layers.kernel import Kernel
+from ..layers.rule import LayerRule
+from ..layers.tensor_names import JOINED
+from ..serving.unstack import unstacked
+from .folder import TensorFolder, require_folder_name
+from .fp8_layers import frozen_layer, served_layer
+from .layout import CACHE_SCALES, Inputs, read_layout
+from .model import Leaf, Site, leaves, map_sites, plain, tensors_of, without_sharing
+from .names import NameMap
+from .scaled_matrix import ScaledMatrix
+from .tensors import Tensor, Values, tensors_in
+
+
+class Weights(enum.Enum):
+    """What becomes of weights that a checkpoint holds in FP8."""
+
+    DEQUANTIZED = "dequantized"
+    """`data * scale`, in the dtype of the model's parameters: to train them."""
+
+    FROZEN = "frozen"
+    """FP8 data and scales as they are, which never change: a base for adapters."""
+
+    SERVED = "served"
+    """FP8 data and scales as they are, multiplied in FP8: for inference."""
+
+
+def import_model[M](
+    directory: str | os.PathLike[str],
+    model: M,
+    *,
+    names: Any = None,
+    weights: Weights | str = Weights.DEQUANTIZED,
+    strict: bool = True,
+    config: Fp8Config | None = None,
+) -> M:
+    """Reads a checkpoint into a model, without PyTorch.
+
+    The layout is the one that `config.json` names; a folder without quantization is read as it is. Weights that the
+    checkpoint has in FP8 become what `weights` says, all others take the dtype of the model's parameters. Layers that
+    engines fuse (`qkv_proj`, `gate_up_proj`) are taken apart, and a head that the checkpoint ties to its embedding gets
+    the embedding. A converted model keeps its FP8 state, which is that of other weights: calibrate it.
+
+    Args:
+        directory: The folder of the checkpoint.
+        model: A model of the same sizes, whose weights do not matter: it may be abstract (`eqx.filter_eval_shape`).
+            Arrays are divided as its own are, if they have a sharding.
+        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models`.
+        weights: `"dequantized"`, `"frozen"` or `"served"`; see `Weights`. A served model is as
+            `serving.quantize_for_inference` makes it: inputs are quantized as the checkpoint says, stacks become one
+            block after the other, and layers compute in the dtype of the model's parameters.
+        strict: Whether a tensor of the checkpoint that the model does not have is an error.
+        config: Only its `rules` matter; needed for layers of your own classes.
+
+    Returns:
+        The model with the checkpoint's weights.
+
+    Raises:
+        ValueError: If the folder is broken, in the sense of the checks of its layout; if a tensor is missing, has
+            another shape than in the model, or that it does not have; each names the tensor.
+    """
+    require_folder_name(directory, "import_model(directory, model)")
+    require_layers(model, "import_model(directory, model)")
+    try:
+        weights = Weights(weights)
+    except ValueError:
+        options = ", ".join(repr(member.value) for member in Weights)
+        raise ValueError(f"weights={weights!r} must be one of {options}") from None
+    rules, folder, name_map = as_config(config).rules, TensorFolder.open(directory), NameMap.of(names)
+    layout = read_layout(folder)
+    outputs = functools.cache(
+        lambda: {
+            name_map.to_checkpoint(tensor.name): tensor.shape[0] for tensor in tensors_of(model, rules) if tensor.shape
+        }
+    )
+    is_tied = bool(folder.config.get("tie_word_embeddings"))
+    checkpoint = _Checkpoint(tensors_in(folder), name_map, outputs, is_tied, set())
+    load = lambda site: _loaded(site, checkpoint, weights, None if layout is None else layout.inputs)
+    loaded = map_sites(load, model, rules)
+    _use_shared(model, loaded, rules, checkpoint)
+    if strict and (unused := checkpoint.unused()):
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        raise ValueError(
+            f"the model has no array for {', '.join(unused[:3])}{more} of {os.fspath(directory)}; map their names with "
+            "names=..., or leave them out with strict=False"
+        )
+    return unstacked(loaded) if weights is Weights.SERVED else loaded
+
+
+def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, inputs: Inputs | None) -> Any:
+    """A layer or an array with the numbers of a checkpoint."""
+    if site.is_in_fp8:
+        raise ValueError(f"model has a layer in FP8 at {site.place}; pass the plain model that it was imported into")
+    arrays = leaves(site)
+    if site.rule is None:
+        is_float = jnp.issubdtype(np.dtype(plain(site.node).dtype), jnp.floating)
+        return _filled(arrays[0], checkpoint, 1.0) if is_float else site.node
+    layer, op, kernel = site.node, site.op, site.kernel
+    changes = {leaf.field: _filled(leaf, checkpoint, 1.0) for leaf in arrays if not leaf.is_kernel}
+    for leaf in arrays:
+        if not leaf.is_kernel:
+            continue
+        found = [(index, checkpoint.read(name, leaf.shape)) for name, index in leaf.tensors()]
+        if weights is Weights.DEQUANTIZED or not any(isinstance(values, ScaledMatrix) for _, values in found):
+            by_name = {name: values for (name, _), (_, values) in zip(leaf.tensors(), found, strict=True)}
+            changes[_field_of(layer, kernel)] = _filled(leaf, checkpoint, kernel.factor, by_name)
+            continue
+        matrices = [(index, _scaled(values, site)) for index, values in found]
+        assert site.rule is not None
+        plain_layer = site.rule.with_op(_with(layer, changes), None)
+        if weights is Weights.FROZEN:
+            return frozen_layer(plain_layer, leaf, matrices)
+        return served_layer(plain_layer, leaf, matrices, inputs, None if op is None else op.compute_dtype)
+    return _with(layer, changes)
+
+
+def _use_shared(model: Any, loaded: Any, rules: tuple[LayerRule, ...], checkpoint: "_Checkpoint") -> None:
+    """Notes which tensors are those of arrays that an `eqx.nn.Shared` has elsewhere, with the same numbers.
+
+    Raises:
+        ValueError: If what is shared is in FP8 now: a layer in high precision has no place for it.
+    """
+    if (whole := without_sharing(model)) is model:
+        return
+    found = {tensor.name: tensor for tensor in tensors_of(without_sharing(loaded), rules)}
+    for name in (tensor.name for tensor in tensors_of(whole, rules)):
+        if name not in found:
+            raise ValueError(
+                f"{name} is that of another layer by eqx.nn.Shared, which is in FP8 now; import with "
+                "weights='dequantized', or give the model with what is shared in both places, model()"
+            )
+        tensor, wanted = found[name], checkpoint.names.to_checkpoint(name)
+        if wanted in checkpoint.tensors and wanted not in checkpoint.used:
+            values, own = _dense(checkpoint.tensors[wanted].read()), _dense(tensor.read())
+            if np.array_equal(values.astype(own.dtype), own):
+                checkpoint.used.add(wanted)
+
+
+def _filled(leaf: Leaf, checkpoint: "_Checkpoint", factor: float, found: dict[str, Values] | None = None) -> Any:
+    """An array like that of a leaf, with the numbers of a checkpoint."""
+    dtype = np.dtype(plain(leaf.array).dtype)
+
+    def read(name: str) -> np.ndarray:
+        numbers = _dense(checkpoint.read(name, leaf.shape) if found is None else found[name])
+        numbers = numbers if factor == 1.0 else numbers / factor
+        require_fits(numbers, dtype, name)
+        return numbers
+
+    return leaf.filled(read)
+
+
+def _dense(values: Values) -> np.ndarray:
+    """`data * scale` in float32, or the values."""
+    return values.dequantized() if isinstance(values, ScaledMatrix) else values
+
+
+def _scaled(values: Values, site: Site) -> ScaledMatrix:
+    if isinstance(values, ScaledMatrix):
+        return values
+    raise ValueError(
+        f"{site.place} is in {values.dtype}, but in FP8 in other blocks or experts; import the checkpoint dequantized, "
+        "or into a model without stacks"
+    )
+
+
+def _field_of(layer: Any, kernel: Kernel) -> str:
+    for field in dataclasses.fields(layer):
+        if getattr(layer, field.name, None) is kernel.weight:
+            return field.name
+    raise ValueError(
+        f"the weight of a {type(layer).__name__}, as its LayerRule gives it, is not one of its fields; give a rule "
+        "whose Kernel holds the field itself"
+    )
+
+
+def _with(layer: Any, changes: dict[str, Any]) -> Any:
+    """The layer with other fields; without its constructor, which may take other arguments."""
+    names = [field.name for field in dataclasses.fields(layer) if hasattr(layer, field.name)]
+    return rebuilt(type(layer), {name: getattr(layer, name) for name in names} | changes)
+
+
+# --- What a model wants of a folder -----------------------------------------------------------------------------------
+
+
+_HEAD, _EMBEDDING = "lm_head", "embed_tokens.weight"
+
+# What a model need not have: tables that follow from the configuration, and scales of caches.
+_DERIVED = ("rotary_emb.inv_freq", *(f".{name}" for name in CACHE_SCALES))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checkpoint:
+    """The tensors of a folder by a model's names.
+
+    Args:
+        tensors: Those of the folder.
+        names: From the model's names to the checkpoint's.
+        outputs: Gives the first size of each tensor of the model, by the checkpoint's names.
+        is_tied: Whether the configuration says that the head is the embedding.
+        used: The names that were read.
+    """
+
+    tensors: dict[str, Tensor]
+    names: NameMap
+    outputs: Callable[[], dict[str, int]]
+    is_tied: bool
+    used: set[str]
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Values:
+        """A tensor of the model: its values, or FP8 data and scales.
+
+        Args:
+            name: Its name in the model.
+            shape: Its shape there.
+
+        Raises:
+            ValueError: If there is none, or it has another shape.
+        """
+        wanted = self.names.to_checkpoint(name)
+        layer, _, field = wanted.rpartition(".")
+        parent, _, last = layer.rpartition(".")
+        if wanted in self.tensors:
+            values = self._take(wanted)
+        elif (whole := self._fused(parent, last, field)) is not None:
+            values = self._part(whole, parent, last, field)
+        elif last == _HEAD and field == "weight" and self.is_tied and self._embedding is not None:
+            values = self._take(self._embedding)
+        else:
+            near = nearest(wanted, list(self.tensors), 3)
+            raise ValueError(
+                f"the checkpoint has no {wanted}; the nearest are {', '.join(near) or 'none'}. If it has the tensor "
+                "under another name, map it with names=..."
+            )
+        _require_shape(wanted, values.shape, name, shape)
+        return values
+
+    def unused(self) -> list[str]:
+        """The checkpoint's tensors that nothing read."""
+        rest = [name for name in self.tensors if name not in self.used and not name.endswith(_DERIVED)]
+        tied, table = f"{_HEAD}.weight", self._embedding
+        if tied in rest and self.is_tied and table is not None and table in self.used:
+            if np.array_equal(_dense(self.tensors[tied].read()), _dense(self.tensors[table].read())):
+                rest.remove(tied)
+        return rest
+
+    @property
+    def _embedding(self) -> str | None:
+        return next((name for name in self.tensors if name.endswith(_EMBEDDING)), None)
+
+    def _take(self, name: str) -> Values:
+        self.used.add(name)
+        return self.tensors[name].read()
+
+    def _fused(self, parent: str, last: str, field: str) -> str | None:
+        """The layer that engines fuse this one into, if the checkpoint has it."""
+        whole = (f"{parent}.{fused}".removeprefix(".") for fused, parts in JOINED.items() if last in parts)
+        return next((layer for layer in whole if f"{layer}.{field}" in self.tensors), None)
+
+    def _part(self, whole: str, parent: str, last: str, field: str) -> Values:
+        parts = JOINED[whole.rpartition(".")[2]]
+        outputs = self.outputs()
+        sizes = [outputs.get(f"{parent}.{part}.weight".removeprefix(".")) for part in parts]
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(sizes):
+            raise ValueError(f"{whole} holds {', '.join(parts)}, and the model lacks some of them; join its layers")
+        values = self._take(f"{whole}.{field}")
+        _require_shape(f"{whole}.{field}", values.shape[:1], f"{', '.join(parts)} of {parent}", (sum(known),))
+        start = sum(known[: parts.index(last)])
+        return _rows(values, start, start + known[parts.index(last)])
+
+
+def _rows(values: Values, start: int, stop: int) -> Values:
+    """Some of the outputs."""
+    if not isinstance(values, ScaledMatrix):
+        return values[start:stop]
+    (height, width), scale = values.block, values.scale
+    if start % height or (stop % height and stop != values.shape[0]):
+        # Blocks that lie across the edge: a scale for each row, the same numbers.
+        scale = np.repeat(scale, height, axis=0)[: values.shape[0]]
+        height = 1
+    part = scale[start // height : -(-stop // height)]
+    return dataclasses.replace(values, data=values.data[start:stop], scale=part, block=(height, width))
+
+
+def _require_shape(name: str, found: tuple[int, ...], ours: str, shape: tuple[int, ...]) -> None:
+    if tuple(found) != tuple(shape):
+        # Haliax's layers may have several axes; a checkpoint's vector is the same numbers.
+        hint = "; it is transposed" if tuple(found) == tuple(shape)[::-1] and len(shape) == 2 else ""
+        raise ValueError(
+            f"{name} has shape {tuple(found)}, and {ours} of the model {tuple(shape)}{hint}; "
+            f"{math.prod(found)} and {math.prod(shape)} numbers. Build the model with the sizes of config.json"
+        )

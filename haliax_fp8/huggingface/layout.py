@@ -1,0 +1,424 @@
+"""Layout: how a checkpoint names and shapes FP8 weights and their scales; read from `config.json` and written to it."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .._files.strict_json import BrokenCheckpoint
+from .._numerics.checks import nearest
+from .folder import CONFIG, TensorFolder
+from .scaled_matrix import ScaledMatrix
+
+
+E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
+FLOATS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
+EXPONENTS = (np.dtype(np.uint8), E8M0)
+
+# Names of a layer's scales, the usual one first; and those of what attention caches.
+WEIGHT_SCALES, INPUT_SCALES = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
+SCALES = (*WEIGHT_SCALES, *INPUT_SCALES)
+CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale")
+
+KEY, MODELOPT = "quantization_config", "hf_quant_config.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """How the inputs of layers are quantized.
+
+    Args:
+        strategy: What shares a scale: `"tensor"`, `"token"` or `"group"`.
+        dynamic: Whether engines compute the scales as they run; otherwise each layer has one.
+        size: The elements of a group.
+    """
+
+    strategy: str
+    dynamic: bool = True
+    size: int = 0
+
+    def __str__(self) -> str:
+        what = {"tensor": "a scale for all", "token": "a scale for each token"}
+        each = what.get(self.strategy, f"a scale for {self.size} elements")
+        return f"{each}, {'dynamic' if self.dynamic else 'static'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How FP8 weights are stored; of a checkpoint, also what its configuration says of its layers.
+
+    Args:
+        method: `"compressed-tensors"`, Hugging Face's `"fp8"`, or NVIDIA's `"modelopt"`.
+        strategy: What shares a scale of the weights: `"tensor"`, `"channel"`, `"block"` or `"group"`.
+        size: The rows and columns of a block or group.
+        inputs: How inputs are quantized; None if they are not.
+        exponents: Whether scales are powers of two, E8M0.
+        ignore: The layers left alone: names, or with `re:` regular expressions.
+        targets: The layers meant: classes, names, or regular expressions.
+        cached: Whether keys and values are kept in FP8, with scales.
+        status: What compressed-tensors says of the weights: `"compressed"` if they are stored in FP8.
+
+    References:
+        `compressed_tensors.quantization.quant_scheme` 0.20; `transformers.FineGrainedFP8Config` 5.23; ModelOpt.
+    """
+
+    method: str
+    strategy: str
+    size: tuple[int, int] | None = None
+    inputs: Inputs | None = None
+    exponents: bool = False
+    ignore: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ("Linear",)
+    cached: bool = False
+    status: str | None = "compressed"
+
+    @property
+    def name(self) -> str:
+        """Its name in `named`; a description if it has none. The sizes of blocks do not count."""
+        key = self._kind
+        found = (name for name, layout in named.items() if layout._kind == key)
+        return next(found, f"{self.method}, {self.strategy} weights")
+
+    @property
+    def _kind(self) -> tuple[Any, ...]:
+        inputs = self.inputs and (self.inputs.strategy, self.inputs.dynamic)
+        if self.method != "compressed-tensors":
+            return (self.method, self.method == "fp8" and self.strategy == "block")
+        if inputs is None or (self.strategy == "group" and self.exponents):
+            return (self.method, inputs and "microscaled")
+        return (self.method, self.strategy, inputs)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether each layer has a scale for its input."""
+        return self.inputs is not None and not self.inputs.dynamic
+
+    @property
+    def scale_names(self) -> tuple[str, ...]:
+        """The last part of the name of a weight's scales: one of these, the first where they are written."""
+        # Blocks have one name for all engines. Without, AutoFP8 and vLLM have the first, Transformers the second.
+        return WEIGHT_SCALES[:1] if self.method != "fp8" else WEIGHT_SCALES[self.size is not None :]
+
+    @property
+    def input_scale_names(self) -> tuple[str, ...]:
+        """The last part of the name of an input's scale: one of these."""
+        return INPUT_SCALES if self.method == "fp8" else INPUT_SCALES[:1]
+
+    def block(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """The rows and columns of a kernel `[out, in]` that share a scale."""
+        return self.size or {"tensor": shape, "channel": (1, shape[1])}[self.strategy]
+
+    def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The shapes that the scales of a weight may have, first the written one; experts have theirs in front."""
+        front, (rows, columns) = shape[:-2], shape[-2:]
+        if self.strategy == "tensor":
+            one = [(*front, *(1,) * axes) for axes in ((0, 1, 2) if self.method == "modelopt" or front else (1, 0, 2))]
+            return tuple(one)
+        if self.strategy == "channel":
+            return (*front, rows, 1), (*front, rows)
+        height, width = self.block((rows, columns))
+        return ((*front, -(-rows // height), -(-columns // width)),)
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """The tensors of a layer with a kernel of this shape: by the last part of their names, dtype and shape."""
+        scale = EXPONENTS[0] if self.exponents else FLOATS[0]
+        found: dict[str, tuple[np.dtype, tuple[int, ...]]]
+        found = {"weight": (E4M3, shape), self.scale_names[0]: (scale, self.scale_shapes(shape)[0])}
+        of_input = () if self.method == "modelopt" else (1,)
+        return found | ({INPUT_SCALES[0]: (FLOATS[0], of_input)} if self.is_static else {})
+
+    def encode(self, matrix: ScaledMatrix) -> dict[str, np.ndarray]:
+        """A layer's tensors."""
+        scale = np.ascontiguousarray(matrix.scale, np.float32)
+        scale = (scale.view(np.uint32) >> 23).astype(np.uint8) if self.exponents else scale
+        parts = matrix.data, scale, np.asarray(matrix.input_scale if self.is_static else 0, np.float32)
+        described = self.tensors((matrix.shape[0], matrix.shape[1]))
+        return {name: x.reshape(shape) for (name, (_, shape)), x in zip(described.items(), parts, strict=False)}
+
+    def config_files(self, ignore: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
+        """What `config.json` gets, and the content of other files.
+
+        Args:
+            ignore: The linear layers that stay in high precision.
+        """
+        left = list(ignore)
+        if self.method == "modelopt":
+            producer = {"name": "haliax_fp8"}
+            common = {"quant_algo": "FP8", "kv_cache_quant_algo": None}
+            files = {MODELOPT: {"producer": producer, "quantization": {**common, "exclude_modules": left}}}
+            return {KEY: {"quant_method": "modelopt", **common, "ignore": left, "producer": producer}}, files
+        if self.method == "fp8":
+            # Engines read the layers left alone under one of two names.
+            scheme = "static" if self.is_static else "dynamic"
+            config: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": scheme}
+            config |= {"weight_block_size": list(self.size)} if self.size else {}
+            config |= {"scale_fmt": "ue8m0"} if self.exponents else {}
+            return {KEY: config | {"modules_to_not_convert": left, "ignored_layers": left}}, {}
+        common = {"num_bits": 8, "type": "float", "symmetric": True}
+        microscaled = {"scale_dtype": "torch.uint8"} if self.exponents else {}
+        weights = {**common, "dynamic": False, "strategy": self.strategy}
+        if self.strategy == "block":
+            weights["block_structure"] = list(self.size or ())
+        if self.strategy == "group" and self.size:
+            weights |= {"group_size": self.size[1], **microscaled}
+        inputs = self.inputs and {**common, "dynamic": self.inputs.dynamic, "strategy": self.inputs.strategy}
+        if inputs and self.inputs and self.inputs.size:
+            inputs |= {"group_size": self.inputs.size, **microscaled}
+        config = {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp8-quantized" if self.exponents else "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+            "ignore": left,
+            "kv_cache_scheme": None,
+        }
+        return {KEY: config}, {}
+
+
+_COMPRESSED, _STATIC = "compressed-tensors", Inputs("tensor", False)
+
+named: dict[str, Layout] = {
+    "FP8_DYNAMIC": Layout(_COMPRESSED, "channel", None, Inputs("token")),
+    "HF_FP8": Layout("fp8", "block", (128, 128), Inputs("group", size=128)),
+    "FP8_BLOCK": Layout(_COMPRESSED, "block", (128, 128), Inputs("group", size=128)),
+    "MXFP8": Layout(_COMPRESSED, "group", (1, 32), Inputs("group", size=32), exponents=True),
+    "FP8": Layout(_COMPRESSED, "channel", None, _STATIC),
+    "FP8_TENSOR": Layout(_COMPRESSED, "tensor", None, _STATIC),
+    "W8A16": Layout(_COMPRESSED, "channel", None, None),
+    "modelopt": Layout("modelopt", "tensor", None, _STATIC),
+}
+"""By name, in the order in which messages list them."""
+
+PLAIN = "BF16"
+
+
+def as_layout(layout: str | Layout) -> Layout | None:
+    """A layout by its name; None for `"BF16"`, which quantizes nothing.
+
+    Raises:
+        ValueError: If no layout has that name.
+    """
+    if isinstance(layout, Layout) or layout == PLAIN:
+        return layout if isinstance(layout, Layout) else None
+    if not isinstance(layout, str) or layout not in named:
+        near = ", ".join(repr(name) for name in nearest(str(layout), [*named, PLAIN], 3))
+        raise ValueError(f"layout={layout!r} is unknown; the nearest are {near or 'none'}; all are {[*named, PLAIN]}")
+    return named[layout]
+
+
+# --- Reading a configuration: strictly, as engines accept nearly anything without a word ------------------------------
+
+
+def read_layout(folder: TensorFolder) -> Layout | None:
+    """What the configuration of a folder says; None if nothing is quantized.
+
+    Raises:
+        BrokenCheckpoint: As in `layout_of`.
+    """
+    return layout_of(folder.config, folder.json_beside(MODELOPT))
+
+
+def layout_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Layout | None:
+    """What a configuration says; None if nothing is quantized.
+
+    Args:
+        config: What `config.json` holds.
+        beside: What `hf_quant_config.json` holds, where older exports of ModelOpt say it.
+
+    Raises:
+        BrokenCheckpoint: If it is of an unknown method, format or strategy, or contradicts itself.
+
+    Example:
+        >>> layout_of({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}).name
+        'HF_FP8'
+    """
+    found = config.get(KEY, config.get("compression_config"))
+    if found is None and beside is not None:
+        if not isinstance(inner := beside.get("quantization"), Mapping):
+            raise BrokenCheckpoint(MODELOPT, "it has no object 'quantization'")
+        found = {**inner, "ignore": inner.get("exclude_modules"), "quant_method": "modelopt"}
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise _wrong(f"it is a {type(found).__name__}, but must be a JSON object")
+    readers = {"compressed-tensors": _compressed_tensors, "fp8": _hugging_face, "modelopt": _modelopt}
+    if (method := found.get("quant_method")) not in readers:
+        known = ", ".join(map(repr, readers))
+        raise _wrong(f"quant_method={method!r:.60} is unknown; the known ones are {known}")
+    return readers[method](found)
+
+
+def _modelopt(found: Mapping[str, Any]) -> Layout:
+    _one_of(found, "quant_algo", ("FP8",))
+    cached = found.get("kv_cache_quant_algo", found.get("kv_cache_scheme")) is not None
+    ignore = _names(found, "ignore") or _names(found, "exclude_modules")
+    return dataclasses.replace(named["modelopt"], ignore=ignore, cached=cached)
+
+
+def _hugging_face(found: Mapping[str, Any]) -> Layout:
+    _one_of(found, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    static = _one_of(found, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
+    size = None if found.get("weight_block_size") is None else _pair(found, "weight_block_size")
+    exponents = _one_of(found, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
+    lists = (_names(found, key) for key in ("modules_to_not_convert", "ignored_layers"))
+    ignore = tuple(dict.fromkeys(itertools.chain(*lists)))
+    if size and static:
+        raise _wrong("activation_scheme='static' with weight_block_size; blocks have dynamic inputs")
+    inputs = Inputs("group", size=size[1]) if size else Inputs("tensor", not static)
+    return Layout("fp8", "block" if size else "tensor", size, inputs, exponents, ignore)
+
+
+def _compressed_tensors(found: Mapping[str, Any]) -> Layout:
+    formats = ("float-quantized", "naive-quantized", "mxfp8-quantized")
+    format, groups = _one_of(found, "format", formats), found.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise _wrong("config_groups is missing or empty; it says how the weights are stored")
+    read = [_group(str(name), group, _one_of(group, "format", formats, format)) for name, group in groups.items()]
+    if any(dataclasses.replace(other, targets=read[0].targets) != read[0] for other in read[1:]):
+        raise _wrong("config_groups has groups of different schemes; only one scheme for all layers is supported")
+    status = found.get("quantization_status")
+    return dataclasses.replace(
+        read[0],
+        ignore=_names(found, "ignore"),
+        targets=tuple(target for group in read for target in group.targets),
+        cached=found.get("kv_cache_scheme") is not None,
+        status=None if status is None else str(status),
+    )
+
+
+def _group(name: str, group: Any, format: str) -> Layout:
+    where = f"config_groups.{name}"
+    weights = _float8(group, "weights", where)
+    strategy, size = _one_of(weights, "strategy", ("tensor", "channel", "block", "group")), None
+    if strategy in ("block", "group"):
+        size = _pair(weights, "block_structure") if strategy == "block" else (1, _positive(weights, "group_size"))
+    exponents = format == "mxfp8-quantized"
+    if exponents and (strategy, size) != ("group", (1, 32)):
+        raise _wrong(f"format 'mxfp8-quantized' has groups of 32, and {where} has {strategy} {size}")
+    inputs = None
+    if group.get("input_activations") is not None:
+        given = _float8(group, "input_activations", where)
+        kind, dynamic = _one_of(given, "strategy", ("tensor", "token", "group")), given.get("dynamic")
+        if type(dynamic) is not bool:
+            raise _wrong(f"dynamic={dynamic!r:.20} of {where}.input_activations must be true or false")
+        if not dynamic and kind != "tensor":
+            raise _wrong(f"static inputs have one scale, and {where} has the strategy {kind!r}")
+        inputs = Inputs(kind, dynamic, _positive(given, "group_size") if kind == "group" else 0)
+    if not (targets := _names(group, "targets")):
+        raise _wrong(f"{where} has no targets; engines would quantize nothing")
+    return Layout(_COMPRESSED, strategy, size, inputs, exponents, targets=targets)
+
+
+def _float8(group: Any, key: str, where: str) -> Mapping[str, Any]:
+    scheme = group.get(key) if isinstance(group, Mapping) else None
+    if not isinstance(scheme, Mapping):
+        raise _wrong(f"{where} has no object {key!r}")
+    if (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
+        found = f"num_bits={scheme.get('num_bits')!r:.20}, type={scheme.get('type')!r:.20}"
+        raise _wrong(f"{where}.{key} has {found}; only weights and inputs in 8-bit float are supported")
+    return scheme
+
+
+def _one_of(scheme: Any, key: str, known: tuple[str, ...], default: str | None = None) -> str:
+    value = scheme.get(key) if isinstance(scheme, Mapping) else None
+    value = default if value is None else value
+    if value not in known:
+        raise _wrong(f"{key}={value!r:.60} is unknown; the known ones are {', '.join(map(repr, known))}")
+    return str(value)
+
+
+def _names(scheme: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    names = scheme.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _wrong(f"{key}={names!r:.60} must be a list of names")
+    return tuple(names)
+
+
+def _pair(scheme: Mapping[str, Any], key: str) -> tuple[int, int]:
+    size = scheme.get(key)
+    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        return size[0], size[1]
+    raise _wrong(f"{key}={size!r:.60} must be two positive whole numbers, such as [128, 128]")
+
+
+def _positive(scheme: Mapping[str, Any], key: str) -> int:
+    if type(size := scheme.get(key)) is int and size > 0:
+        return size
+    raise _wrong(f"{key}={size!r:.60} must be a positive whole number")
+
+
+def _wrong(problem: str) -> BrokenCheckpoint:
+    return BrokenCheckpoint(CONFIG, problem, KEY)
+
+
+# --- Reading a layer, whichever layout wrote it -----------------------------------------------------------------------
+
+
+def decode(layer: str, tensors: Mapping[str, np.ndarray], size: tuple[int, int] | None) -> ScaledMatrix:
+    """The FP8 data and scales of a layer.
+
+    Scales may have the shapes `[]`, `[1]`, `[out]`, `[out, 1]` or one for each block, in float32, bfloat16 or float16,
+    or be exponents in bytes (E8M0).
+
+    Args:
+        layer: The layer's name, for errors.
+        tensors: Its tensors, by the last part of their names.
+        size: The blocks that the configuration names; blocks may be cut by the edge.
+
+    Raises:
+        ValueError: If a scale is missing, not positive and finite, or does not fit; each names the tensor.
+    """
+    data = tensors["weight"]
+    if (name := next((name for name in WEIGHT_SCALES if name in tensors), None)) is None:
+        raise ValueError(f"{layer}.weight is in {data.dtype} and has no {' or '.join(WEIGHT_SCALES)}")
+    if data.ndim != 2:
+        raise ValueError(f"{layer}.weight has shape {data.shape}; FP8 weights have two axes, [out, in]")
+    scale, block = _in_blocks(f"{layer}.{name}", _positive_scale(f"{layer}.{name}", tensors[name]), data.shape, size)
+    inputs = next((tensors[name] for name in INPUT_SCALES if name in tensors), None)
+    if inputs is not None and (inputs := _positive_scale(f"{layer}.input_scale", inputs)).size != 1:
+        raise ValueError(f"{layer}.input_scale has shape {inputs.shape}; a static input has one scale")
+    return ScaledMatrix(data, scale, block, "checkpoint", None if inputs is None else float(inputs.reshape(())))
+
+
+def as_float32(scale: np.ndarray) -> np.ndarray:
+    """Scales as they multiply; exponents in bytes become powers of two, and 255 NaN."""
+    if scale.dtype not in EXPONENTS:
+        return scale.astype(np.float32)
+    bits = scale.view(np.uint8).astype(np.uint32)
+    # 0 means 2**-127, which is subnormal in float32.
+    bits = np.where(bits == 255, 0x7FC00000, np.where(bits == 0, 0x00400000, bits << np.uint32(23)))
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def require_elements(weight: str, shape: tuple[int, ...]) -> None:
+    """Raises a ValueError if a weight that is to be quantized has no elements: no scale would follow from them."""
+    if 0 in shape:
+        raise ValueError(f"{weight} has shape {shape}: it has no elements, and so no scale; leave it out")
+
+
+def _positive_scale(name: str, scale: np.ndarray) -> np.ndarray:
+    if scale.dtype not in (*EXPONENTS, *FLOATS, np.float64):
+        raise ValueError(f"{name} is in {scale.dtype}, which is not a dtype of scales")
+    values = as_float32(scale)
+    if (wrong := ~(np.isfinite(values) & (values > 0))).any():
+        what = "a NaN (255 in E8M0)" if scale.dtype in EXPONENTS else "a scale that is not positive and finite"
+        raise ValueError(f"{name} holds {what}: {values[wrong].ravel()[:1]}")
+    return values
+
+
+def _in_blocks(
+    name: str, scale: np.ndarray, shape: tuple[int, ...], size: tuple[int, int] | None
+) -> tuple[np.ndarray, tuple[int, int]]:
+    rows, columns = shape
+    if scale.size == 1 and (size is None or rows * columns == 1 or scale.ndim < 2):
+        return scale.reshape(1, 1), (rows, columns)
+    if scale.shape in ((rows,), (rows, 1)) and (size is None or scale.ndim == 1):
+        return scale.reshape(-1, 1), (1, columns)
+    block = (1, 32) if size is None else (size[0] or rows, size[1] or columns)
+    if (size or columns % 32 == 0) and scale.shape == (-(-rows // block[0]), -(-columns // block[1])):
+        return scale, block
+    blocks = f" in blocks of {size}" if size else "; the configuration names no blocks"
+    raise ValueError(f"{name} has shape {scale.shape}, which fits no kernel of shape {shape}{blocks}")

@@ -1,0 +1,95 @@
+"""Whether the sizes in `config.json` are those of the tensors."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ..layers.tensor_names import WEIGHT
+from .folder import CONFIG, TensorFolder
+
+
+_SIZES = (
+    *("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size"),
+)
+# Model types whose layers have the shapes below.
+_LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+_BLOCK = re.compile(r"^(.*\blayers)\.(\d+)\.")
+
+# What a block needs, each in one of several ways.
+_ATTENTION = ((("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), (("o_proj",),))
+_MLP = ((("gate_proj", "up_proj"), ("gate_up_proj",)), (("down_proj",),))
+
+
+def size_faults(folder: TensorFolder) -> Iterator[tuple[str, str, str]]:
+    """File, tensor and problem, for tensors that are missing or have another shape than the configuration says."""
+    config = folder.config
+    wrong = [name for name in _SIZES if config.get(name) is not None and not _is_size(config[name])]
+    for name in wrong:
+        yield CONFIG, name, f"it is {config[name]!r:.40}, but must be a positive whole number"
+    if not wrong:
+        yield from _blocks(folder)
+        if config.get("model_type") in _LLAMA_LIKE:
+            yield from _llama_like(folder)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**63
+
+
+def _blocks(folder: TensorFolder) -> Iterator[tuple[str, str, str]]:
+    """The numbers of blocks: all from 0 on, as many as the configuration says."""
+    key, found = "num_hidden_layers", {}
+    for match in filter(None, map(_BLOCK.match, folder.tensors)):
+        found.setdefault(match[1], set()).add(int(match[2]))
+    count, more = folder.config.get(key), folder.config.get("num_nextn_predict_layers")
+    if count is None or len(found) != 1:
+        return  # An encoder beside a decoder has its own number.
+    ((prefix, numbers),) = found.items()
+    if missing := sorted(set(range(min(count, 100_000))) - numbers):
+        yield CONFIG, key, f"it is {count}, but no tensor is named {prefix}.{missing[0]}"
+    last = count + (more if _is_size(more) else 0)
+    if surplus := sorted(number for number in numbers if number >= last):
+        yield CONFIG, key, f"it is {count}, and there are tensors of {prefix}.{surplus[0]}"
+
+
+def _llama_like(folder: TensorFolder) -> Iterator[tuple[str, str, str]]:
+    config, tensors = folder.config, folder.tensors
+    for name, stored in tensors.items():
+        expected = _shape(name, config)
+        if expected is not None and stored.shape != expected:
+            hint = "; it is transposed: weights are [out, in]" if stored.shape == expected[::-1] else ""
+            yield stored.file.name, name, f"it has shape {stored.shape}, and config.json says {expected}{hint}"
+    for block in sorted({match[0] for match in map(_BLOCK.match, tensors) if match}):
+        mlp = f"{block}mlp.", f"{block}block_sparse_moe."
+        has_experts = any(".experts." in name for name in tensors if name.startswith(mlp))
+        for parent, parts in ((f"{block}self_attn.", _ATTENTION), (mlp[0], () if has_experts else _MLP)):
+            for ways in parts:
+                absent = [[n for name in way if (n := f"{parent}{name}{WEIGHT}") not in tensors] for way in ways]
+                if all(absent):
+                    yield CONFIG, absent[0][0], "no file has it, and a model of this type needs it"
+    is_causal = any("CausalLM" in str(name) for name in config.get("architectures") or [])
+    has_embedding = any(name.endswith("embed_tokens.weight") for name in tensors)
+    tied = "tie_word_embeddings"
+    if has_embedding and is_causal and not config.get(tied) and "lm_head.weight" not in tensors:
+        yield CONFIG, tied, "it is not true, but lm_head.weight is missing"
+
+
+def _shape(name: str, config: dict[str, Any]) -> tuple[int, ...] | None:
+    """The shape of a tensor; None if the configuration does not say it."""
+    hidden, heads, vocabulary = (config.get(key) for key in ("hidden_size", "num_attention_heads", "vocab_size"))
+    if not hidden or not heads or not name.endswith(WEIGHT) or "shared_expert" in name:
+        return None
+    head = config.get("head_dim") or hidden // heads
+    query, key = heads * head, (config.get("num_key_value_heads") or heads) * head
+    inner = config.get("intermediate_size")
+    inner = (config.get("moe_intermediate_size") or inner) if ".experts." in name else inner
+    shapes = {
+        **{"q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (hidden, query)},
+        **{"qkv_proj": (query + 2 * key, hidden), "gate_proj": (inner, hidden), "up_proj": (inner, hidden)},
+        **{"gate_up_proj": (2 * (inner or 0), hidden), "down_proj": (hidden, inner)},
+        **{"embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden)},
+        **{"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)},
+    }
+    shape = shapes.get(name.removesuffix(WEIGHT).rpartition(".")[2], (None,))
+    return shape if all(shape) else None

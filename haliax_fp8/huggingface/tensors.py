@@ -1,0 +1,110 @@
+"""Tensor: one tensor of a checkpoint, read when it is asked for; exports, imports and conversions pass it on."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .._op import Fp8DotGeneral
+from .check import is_fp8
+from .folder import TensorFolder, TensorSpec
+from .layout import E4M3, SCALES, Layout, decode, read_layout
+from .scaled_matrix import ScaledMatrix
+
+
+type Values = np.ndarray | ScaledMatrix
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint: one that a folder has, or that is made of a model.
+
+    Args:
+        name: Its name, with the numbers of blocks and experts.
+        shape: Its shape; of a layer's weight `[out, in]`.
+        dtype: Its dtype, or that of its FP8 data.
+        read: Gives its values, or FP8 data and scales; of experts in one array of a folder, `read(index)` gives one.
+        layout: The layout of its FP8 data and scales; None if it is stored as it is.
+        op: The op of the layer's products in training, with its scales; None if it has none.
+        layer: The layer itself, if its weight is in FP8 for good.
+        index: Which of the op's or the layer's matrices it is.
+        is_chosen: Whether it is the weight of a layer that a layout in FP8 quantizes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[..., Values]
+    layout: Layout | None = None
+    op: Fp8DotGeneral | None = None
+    layer: Any = None
+    index: tuple[int, ...] = ()
+    is_chosen: bool = False
+
+    @property
+    def path(self) -> str:
+        """The name of its layer."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is called the weight of a layer."""
+        return self.name.rpartition(".")[2] == "weight"
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """What is written: the tensor, or its data and scales; those of experts have their axis in front."""
+        if self.layout is None:
+            return [TensorSpec(self.name, self.dtype, self.shape)]
+        front, (rows, columns) = self.shape[:-2], self.shape[-2:]
+        found = self.layout.tensors((rows, columns)).items()
+        name = lambda part: f"{self.path}.{part}".removeprefix(".")
+        return [TensorSpec(name(part), dtype, (*front, *shape)) for part, (dtype, shape) in found]
+
+    def encoded(self, values: Values) -> list[np.ndarray]:
+        """The arrays of `specs`, of what `read` gave."""
+        if self.layout is None:
+            assert isinstance(values, np.ndarray)
+            return [values]
+        assert isinstance(values, ScaledMatrix)
+        return list(self.layout.encode(values).values())
+
+
+def tensors_in(folder: TensorFolder) -> dict[str, Tensor]:
+    """The tensors of a folder by name, weights in FP8 with their scales; none is read.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        ValueError: If an FP8 weight has no scale, or the configuration is broken.
+    """
+    layout = read_layout(folder)
+    found = {}
+    for name, stored in folder.tensors.items():
+        if name.rpartition(".")[2] in SCALES:
+            continue
+        tensor = Tensor(name, stored.shape, stored.dtype, functools.partial(_read, folder, layout, name))
+        if tensor.is_weight and stored.dtype == E4M3 and layout is None:
+            raise ValueError(f"{name} is in FP8, and config.json of {folder.directory} has no quantization_config")
+        found[name] = dataclasses.replace(tensor, layout=layout) if tensor.is_weight and is_fp8(stored) else tensor
+    return found
+
+
+def _read(folder: TensorFolder, layout: Layout | None, name: str, index: tuple[int, ...] = ()) -> Values:
+    stored, (layer, _, field) = folder.tensors[name], name.rpartition(".")
+    if not is_fp8(stored):
+        return folder[name][index] if index else folder[name]
+    remedy = "dequantize the checkpoint to bfloat16 with the library that wrote it, and import that"
+    if field != "weight":
+        raise ValueError(f"{name} is in {stored.shown}, and only weights of layers have scales; {remedy}")
+    if stored.dtype != E4M3:
+        raise ValueError(f"{name} is in {stored.shown}, but FP8 weights are read in {E4M3} alone; {remedy}")
+    parts = {}
+    for part in ("weight", *SCALES):
+        if (full := f"{layer}.{part}".removeprefix(".")) in folder.tensors:
+            array = folder[full]
+            parts[part] = array[index] if array.shape[: len(index)] == stored.shape[: len(index)] else array
+    return decode(layer, parts, None if layout is None else layout.size)

@@ -1,0 +1,368 @@
+"""The check of a folder: every good one passes, and in every broken one the fault is named."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from folders import HIDDEN, LAYERS, LAYOUTS, LINEAR, checkpoint, file_of, header_of, quantization, quantize, write
+
+from haliax_fp8._files.strict_json import BrokenCheckpoint
+from haliax_fp8.huggingface.check import check_folder
+from haliax_fp8.huggingface.convert import convert_folder
+from haliax_fp8.huggingface.explain import explain_folder
+from haliax_fp8.huggingface.folder import TensorFolder
+from haliax_fp8.huggingface.layout import layout_of
+
+
+LAYER = "model.layers.1.self_attn.k_proj"
+WEIGHT, SCALE, INPUT = f"{LAYER}.weight", f"{LAYER}.weight_scale", f"{LAYER}.input_scale"
+SQUARE = "model.layers.0.self_attn.o_proj"
+CONFIG = "config.json"
+
+
+@pytest.mark.smoke
+def test_good_checkpoints_pass(tmp_path):
+    for layout in (None, *LAYOUTS):
+        report = check_folder(write(tmp_path / str(layout), *checkpoint(layout)))
+        assert report.faults == () or (
+            layout in ("FP8_TENSOR", "modelopt", "HF_FP8", "FP8_BLOCK") and report.is_sound
+        ), f"{layout}: {report}"
+        assert report.quantized == (0 if layout is None else LAYERS * len(LINEAR))
+        assert report.layout == (layout or "not quantized")
+
+
+def test_other_good_checkpoints_pass(tmp_path):
+    """As libraries and people write them: patterns, bf16 scales, other shapes of scales, tied heads."""
+    for layout in ("FP8_DYNAMIC", "FP8"):
+        tensors, config = checkpoint(layout)
+        config["quantization_config"]["ignore"] = ["re:.*lm_head", "re:(model|visual)\\.embed.*"]
+        for name in [name for name in tensors if name.endswith("scale")]:
+            tensors[name] = tensors[name].astype(ml_dtypes.bfloat16).reshape(-1)
+        report = check_folder(write(tmp_path / f"{layout}-bf16", tensors, config))
+        assert report.is_sound, report
+    tensors, config = checkpoint("FP8_DYNAMIC")
+    del tensors["lm_head.weight"]
+    report = check_folder(write(tmp_path / "tied", tensors, config | {"tie_word_embeddings": True}))
+    assert report.faults == (), report
+    tensors, config = checkpoint("HF_FP8")
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    for name in [name for name in tensors if name.endswith("scale_inv")]:
+        exponents = np.ceil(np.log2(tensors[name])) + 127
+        tensors[name] = exponents.astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    report = check_folder(write(tmp_path / "ue8m0", tensors, config))
+    assert report.is_sound, report
+    tensors, config = checkpoint("FP8_DYNAMIC")
+    # One output is large, and the others are as they were; and rows and columns that all reach the largest value.
+    tensors[SCALE] = at_first(tensors[SCALE], 0.5)
+    np.fill_diagonal(tensors[f"{SQUARE}.weight"], 448.0)
+    report = check_folder(write(tmp_path / "large", tensors, config))
+    assert report.faults == (), report
+    # A last block that predicts further tokens.
+    block = f"model.layers.{LAYERS - 1}."
+    more = {name.replace(block, f"model.layers.{LAYERS}."): x for name, x in tensors.items() if name.startswith(block)}
+    report = check_folder(write(tmp_path / "next", tensors | more, config | {"num_nextn_predict_layers": 1}))
+    assert report.faults == (), report
+    tensors, config = checkpoint("modelopt")
+    inner = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head*"]}
+    del config["quantization_config"]
+    path = write(tmp_path / "modelopt", tensors, config)
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
+    assert check_folder(path).is_sound and check_folder(path).layout == "modelopt"
+
+
+WITHOUT_BLOCKS = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+
+
+def without_blocks(scale, inputs):
+    """A checkpoint of `fp8` with one scale for a weight and one for its input, by these names."""
+    tensors, config = checkpoint("FP8_TENSOR")
+    renamed = {name.replace("weight_scale", scale).replace("input_scale", inputs): x for name, x in tensors.items()}
+    return renamed, config | {"quantization_config": WITHOUT_BLOCKS}
+
+
+def test_fp8_without_blocks_has_either_name(tmp_path):
+    """As AutoFP8 and vLLM write it, and as Transformers does; not both at once, and not neither."""
+    for scale, inputs in (("weight_scale", "input_scale"), ("weight_scale_inv", "activation_scale")):
+        tensors, config = without_blocks(scale, inputs)
+        report = check_folder(write(tmp_path / scale, tensors, config))
+        assert report.is_sound and report.quantized == LAYERS * len(LINEAR), report
+        # Those that engines merge, and that they quantize again.
+        assert all(f"{scale} of " in fault.problem for fault in report.faults) and report.faults
+        done = convert_folder(tmp_path / scale, tmp_path / f"{scale}-new", "FP8_TENSOR")
+        assert done.is_exact
+        for name, array in checkpoint("FP8_TENSOR")[0].items():
+            assert TensorFolder.open(tmp_path / f"{scale}-new")[name].tobytes() == array.tobytes()
+        for part, says in ((scale, "has no model.layers.1.self_attn.k_proj.weight_scale or "), (inputs, "missing")):
+            fewer = {name: x for name, x in tensors.items() if name != f"{LAYER}.{part}"}
+            (fault,) = check_folder(write(tmp_path / "fewer", fewer, config)).errors
+            assert says in fault.problem
+        for part, others in (
+            (scale, ("weight_scale", "weight_scale_inv")),
+            (inputs, ("input_scale", "activation_scale")),
+        ):
+            more = {f"{LAYER}.{other}": tensors[f"{LAYER}.{part}"] for other in others}
+            (fault,) = check_folder(write(tmp_path / "more", tensors | more, config)).errors
+            assert fault.tensor == f"{LAYER}.{others[1]}" and f"{LAYER}.{others[0]} is there too" in fault.problem
+
+
+def test_exponents_in_floats(tmp_path):
+    """As DeepSeek-V3.1 has them in blocks: `ue8m0`, and powers of two in float32."""
+    tensors, config = checkpoint("HF_FP8")
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    for name in [name for name in tensors if name.endswith("scale_inv")]:
+        tensors[name] = np.exp2(np.ceil(np.log2(tensors[name]))).astype(np.float32)
+    report = check_folder(write(tmp_path / "float", tensors, config))
+    assert report.is_sound and report.layout == "HF_FP8", report
+    assert convert_folder(tmp_path / "float", tmp_path / "new", "FP8_BLOCK").is_exact
+    shown = lambda: " ".join(str(explain_folder(tmp_path / "float")).split())
+    assert "powers of two in float32" in shown() and "E8M0" not in shown()
+    for name in [name for name in tensors if name.endswith("scale_inv")]:
+        tensors[name] = (np.log2(tensors[name]) + 127).astype(np.uint8)
+    write(tmp_path / "float", tensors, config)
+    assert "(128, 128) elements, E8M0" in shown() and "powers" not in shown()
+    tensors[f"{LAYER}.weight_scale_inv"] = np.ones((1, 1), np.float32)
+    write(tmp_path / "float", tensors, config)
+    assert "E8M0, and powers of two in float32" in shown()
+
+
+def group(config):
+    return config["quantization_config"]["config_groups"]["group_0"]
+
+
+def fnuz(tensors):
+    tensors[WEIGHT] = tensors[WEIGHT].view(ml_dtypes.float8_e4m3fnuz)
+
+
+def put(name, value):
+    return lambda tensors, config: tensors.update({name: np.asarray(value(tensors[name]))})
+
+
+def at_first(array, value):
+    array = array.copy()
+    array.reshape(-1)[0] = value
+    return array
+
+
+def configured(**changes):
+    return lambda tensors, config: config["quantization_config"].update(changes)
+
+
+def renamed(old, new):
+    return lambda tensors, config: tensors.update({new: tensors.pop(old)})
+
+
+def twice(tensors, config):
+    # FP8 data quantized again, as weights: their largest magnitudes are 448 already.
+    again, scale = quantize(tensors[WEIGHT].astype(np.float32), "FP8_DYNAMIC")
+    tensors.update({WEIGHT: again, SCALE: scale})
+
+
+def to_fp8(name):
+    def change(tensors, config):
+        data, scale = quantize(tensors[f"{name}.weight"].reshape(-1, HIDDEN), "FP8_DYNAMIC")
+        tensors[f"{name}.weight"] = data.reshape(tensors[f"{name}.weight"].shape)
+        tensors[f"{name}.weight_scale"] = scale
+
+    return change
+
+
+def dequantized(tensors, config):
+    tensors[WEIGHT] = (tensors[WEIGHT].astype(np.float32) * tensors.pop(SCALE)).astype(ml_dtypes.bfloat16)
+
+
+def set_group(part, **changes):
+    return lambda tensors, config: group(config)[part].update(changes)
+
+
+def negative(scale):
+    return at_first(scale, -scale.reshape(-1)[0])
+
+
+# The layout of the good checkpoint, the change, the tensor of the fault, and what it has to say.
+BROKEN = {
+    "scale missing": ("FP8_DYNAMIC", lambda t, c: t.pop(SCALE), WEIGHT, "has no"),
+    "scale of what is absent": ("FP8_DYNAMIC", put(SCALE, lambda s: at_first(s, -1.0)), SCALE, "zero or negative"),
+    "scale NaN": ("FP8_DYNAMIC", put(SCALE, lambda s: at_first(s, np.nan)), SCALE, "NaN"),
+    "scale infinite": ("FP8_DYNAMIC", put(SCALE, lambda s: at_first(s, np.inf)), SCALE, "infinite"),
+    "scale zero": ("FP8_DYNAMIC", put(SCALE, lambda s: at_first(s, 0)), SCALE, "zero or negative"),
+    "scale negative": ("FP8_TENSOR", put(SCALE, negative), SCALE, "zero or negative"),
+    "scale of fewer rows": ("FP8_DYNAMIC", put(SCALE, lambda s: s[:-1]), SCALE, "shape (63, 1)"),
+    "scale of columns": (
+        "FP8_DYNAMIC",
+        put(SCALE, lambda s: np.ones((1, HIDDEN), np.float32)),
+        SCALE,
+        "shape (1, 128)",
+    ),
+    "scale of a tensor": ("FP8_DYNAMIC", put(SCALE, lambda s: s[:1, 0]), SCALE, "shape (1,)"),
+    "scale in whole numbers": ("FP8_DYNAMIC", put(SCALE, lambda s: s.astype(np.uint8)), SCALE, "uint8"),
+    "scale in FP8": ("FP8_DYNAMIC", put(SCALE, lambda s: s.astype(ml_dtypes.float8_e4m3fn)), SCALE, "FP8"),
+    "scale by another name": ("FP8_DYNAMIC", renamed(SCALE, SCALE + "_inv"), SCALE + "_inv", "weight_scale"),
+    "scale_inv by another name": ("HF_FP8", renamed(SCALE + "_inv", SCALE), WEIGHT, "has no"),
+    "scale of no weight": ("FP8_DYNAMIC", lambda t, c: t.update(x_scale=t.pop(SCALE)), WEIGHT, "has no"),
+    "weight of no scale": ("FP8_DYNAMIC", lambda t, c: t.pop(WEIGHT), SCALE, "is missing"),
+    "blocks of the transposed": (
+        "FP8_BLOCK",
+        put(f"{SQUARE[:-16]}mlp.up_proj.weight_scale", lambda s: s.T),
+        None,
+        "shape",
+    ),
+    "exponents in float": ("MXFP8", put(SCALE, lambda s: s.astype(np.float32)), SCALE, "float32"),
+    "exponent NaN": ("MXFP8", put(SCALE, lambda s: at_first(s, 255)), SCALE, "NaN"),
+    "exponents of 16": ("MXFP8", put(SCALE, lambda s: np.repeat(s, 2, 1)), SCALE, "shape (64, 8)"),
+    "input scale missing": ("FP8", lambda t, c: t.pop(INPUT), INPUT, "missing"),
+    "input scale NaN": ("FP8", put(INPUT, lambda s: at_first(s, np.nan)), INPUT, "NaN"),
+    "input scale of rows": ("FP8", put(INPUT, lambda s: np.ones(4, np.float32)), INPUT, "shape (4,)"),
+    "input scale missing, ModelOpt": ("modelopt", lambda t, c: t.pop(INPUT), INPUT, "missing"),
+    "cache scale zero": ("FP8", lambda t, c: t.update({f"{LAYER}.k_scale": np.zeros(1, np.float32)}), None, "zero"),
+    "data NaN": ("FP8_DYNAMIC", put(WEIGHT, lambda w: at_first(w, np.nan)), WEIGHT, "NaN"),
+    "weight E5M2": ("FP8_DYNAMIC", put(WEIGHT, lambda w: w.astype(ml_dtypes.float8_e5m2)), WEIGHT, "e5m2"),
+    "weight fnuz": ("FP8_DYNAMIC", lambda t, c: fnuz(t), WEIGHT, "fnuz"),
+    "weight transposed": ("FP8_DYNAMIC", put(WEIGHT, lambda w: np.ascontiguousarray(w.T)), SCALE, "transposed"),
+    "square weight transposed": (
+        "FP8_DYNAMIC",
+        put(f"{SQUARE}.weight", lambda w: w.T.copy()),
+        f"{SQUARE}.weight",
+        "trans",
+    ),
+    "plain weight transposed": (None, put(WEIGHT, lambda w: w.T.copy()), WEIGHT, "transposed"),
+    "quantized twice": ("FP8_DYNAMIC", twice, SCALE, "quantized twice"),
+    "scales lost": ("FP8_DYNAMIC", put(SCALE, np.ones_like), SCALE, "lost"),
+    "not quantized": ("FP8_DYNAMIC", dequantized, WEIGHT, "`ignore` does not list"),
+    "half of fused": ("FP8_DYNAMIC", dequantized, "model.layers.1.self_attn.q_proj.weight", "some are not"),
+    "head in FP8 and ignored": ("FP8_DYNAMIC", to_fp8("lm_head"), "lm_head.weight", "`ignore` lists"),
+    "head not ignored": ("FP8_DYNAMIC", configured(ignore=[]), "lm_head.weight", "head"),
+    "embedding in FP8": ("FP8_DYNAMIC", to_fp8("model.embed_tokens"), "model.embed_tokens.weight", "embeddings"),
+    "norm in FP8": ("FP8_DYNAMIC", to_fp8("model.norm"), "model.norm.weight", "norms"),
+    "ignored layer in FP8": ("FP8_DYNAMIC", configured(ignore=["lm_head", "re:.*k_proj"]), WEIGHT, "`ignore` lists"),
+    "no quantization_config": ("FP8_DYNAMIC", lambda t, c: c.pop("quantization_config"), WEIGHT, "quantization_config"),
+    "nothing in FP8": (
+        None,
+        lambda t, c: c.update(quantization_config=quantization("FP8")),
+        None,
+        "no tensor is in FP8",
+    ),
+    "router not ignored": (
+        "FP8_DYNAMIC",
+        lambda t, c: t.update({"model.layers.0.mlp.gate.weight": np.ones((4, HIDDEN), ml_dtypes.bfloat16)}),
+        "model.layers.0.mlp.gate.weight",
+        "router",
+    ),
+    "norm NaN": (None, put("model.norm.weight", lambda w: at_first(w, np.nan)), "model.norm.weight", "NaN"),
+    "unknown method": ("FP8", configured(quant_method="float8"), "quantization_config", "quant_method='float8'"),
+    "no method": ("FP8", configured(quant_method=None), "quantization_config", "quant_method=None"),
+    "unknown format": ("FP8", configured(format="fp8"), "quantization_config", "format='fp8'"),
+    "no status": ("FP8", configured(quantization_status=None), "quantization_config", "quantization_status"),
+    "no groups": ("FP8", configured(config_groups={}), "quantization_config", "config_groups"),
+    "unknown strategy": ("FP8", set_group("weights", strategy="row"), "quantization_config", "strategy='row'"),
+    "other block": ("FP8_BLOCK", set_group("weights", block_structure=[64, 64]), None, "shape (1, 1)"),
+    "no block": ("FP8_BLOCK", set_group("weights", block_structure=None), "quantization_config", "block_structure"),
+    "four bits": ("FP8", set_group("weights", num_bits=4), "quantization_config", "num_bits=4"),
+    "static tokens": ("FP8", set_group("input_activations", strategy="token"), "quantization_config", "static inputs"),
+    "strategy of rows": ("FP8_TENSOR", set_group("weights", strategy="channel"), SCALE, "shape (1,)"),
+    "ignore is a text": ("FP8", configured(ignore="lm_head"), "quantization_config", "list of names"),
+    "ignore is no pattern": ("FP8", configured(ignore=["re:(lm_head"]), "ignore", "not a regular expression"),
+    "long pattern": ("FP8", configured(ignore=["re:" + "a|" * 1000]), "ignore", "at most 2000"),
+    "targets are no pattern": (
+        "FP8",
+        lambda t, c: group(c).update(targets=["re:(mlp"]),
+        "targets",
+        "not a regular expression",
+    ),
+    "quantization is a list": ("FP8", lambda t, c: c.update(quantization_config=[1]), "quantization_config", "object"),
+    "another ModelOpt": ("modelopt", configured(quant_algo="NVFP4"), "quantization_config", "NVFP4"),
+    "sizes": ("FP8_DYNAMIC", lambda t, c: c.update(intermediate_size=256), None, "config.json says (256, 128)"),
+    "size of a text": ("FP8_DYNAMIC", lambda t, c: c.update(hidden_size="128"), "hidden_size", "whole number"),
+    "size negative": ("FP8_DYNAMIC", lambda t, c: c.update(num_hidden_layers=-1), "num_hidden_layers", "whole number"),
+    "more blocks": ("FP8_DYNAMIC", lambda t, c: c.update(num_hidden_layers=3), "num_hidden_layers", "model.layers.2"),
+    "fewer blocks": ("FP8_DYNAMIC", lambda t, c: c.update(num_hidden_layers=1), "num_hidden_layers", "model.layers.1"),
+    "no head": ("FP8_DYNAMIC", lambda t, c: t.pop("lm_head.weight"), "tie_word_embeddings", "lm_head"),
+    "layer missing": (None, lambda t, c: t.pop(WEIGHT), WEIGHT, "no file has it"),
+}
+
+
+def test_every_fault_is_named(tmp_path):
+    assert len(BROKEN) >= 40
+    for i, (kind, (layout, change, tensor, says)) in enumerate(BROKEN.items()):
+        tensors, config = checkpoint(layout)
+        change(tensors, config)
+        report = check_folder(write(tmp_path / str(i), tensors, config))
+        found = [error for error in report.errors if tensor in (None, error.tensor) and says in error.problem]
+        assert found, f"{kind}: {report}"
+        expected = CONFIG if tensor in ("quantization_config", "ignore", "targets") else None
+        assert all(error.file in (CONFIG, "model.safetensors") for error in found), kind
+        assert expected is None or found[0].file == expected, kind
+
+
+def test_files_that_cannot_be_read_are_faults(tmp_path):
+    path = write(tmp_path / "x", *checkpoint("FP8"))
+    (path / "model.safetensors").write_bytes(b"")
+    (fault,) = check_folder(path).errors
+    assert fault.file == "model.safetensors" and "truncated" in fault.problem
+    (path / "config.json").unlink()
+    assert [fault.file for fault in check_folder(path).errors] == [CONFIG]
+
+
+def test_tensors_of_unknown_types_are_faults_by_their_names(tmp_path):
+    """Weights, scales and anything else; what else is wrong is said too."""
+    tensors, config = checkpoint("FP8")
+    layer = "model.layers.0.mlp.up_proj"
+    tensors[f"{layer}.k_scale"] = np.ones(1, np.float32)
+    header, names = header_of(tensors), (WEIGHT, f"{layer}.weight_scale", f"{layer}.input_scale", f"{layer}.k_scale")
+    for name in (*names, "model.norm.weight"):
+        header[name]["dtype"] = "F4"
+    header["lm_head.weight"] |= {"dtype": "I16"}
+    path = write(tmp_path / "x", tensors, config)
+    (path / "model.safetensors").write_bytes(file_of(tensors, header))
+    faults = check_folder(path).errors
+    unknown = {fault.tensor for fault in faults if fault.problem.startswith("its dtype 'F4' is unknown")}
+    assert unknown == {*names, "model.norm.weight"}
+    assert any(f"it is a scale, and {WEIGHT} is in F4, which has none" == fault.problem for fault in faults)
+    assert not any("void" in fault.problem or "V1" in fault.problem for fault in faults)
+    with pytest.raises(BrokenCheckpoint, match="input_scale: it is in F4; scales of inputs are"):
+        convert_folder(path, tmp_path / "new", "BF16")
+
+
+def test_fused_partners_with_other_scales_are_remarks(tmp_path):
+    report = check_folder(write(tmp_path / "x", *checkpoint("FP8_TENSOR")))
+    assert report.is_sound
+    assert {fault.tensor for fault in report.faults} == {
+        f"model.layers.{i}.{first}.weight" for i in range(LAYERS) for first in ("self_attn.q_proj", "mlp.gate_proj")
+    }
+
+
+def test_names_of_layouts_are_those_of_their_configurations():
+    for layout in LAYOUTS:
+        found = layout_of({"quantization_config": quantization(layout)})
+        assert found is not None and found.name == layout
+    assert layout_of({}) is None
+
+
+def test_scales_of_keys_and_values(tmp_path):
+    """One of each, numbers, and named in the configuration; by the names of each layout."""
+    # Whole weights of different scales, which engines fuse, are another matter.
+    faults = lambda folder: [f for f in check_folder(folder).faults if "quantize again" not in f.problem]
+    for layout, (key, value) in {
+        "FP8_DYNAMIC": ("k_scale", "v_scale"),
+        "modelopt": ("k_proj.k_scale", "v_proj.v_scale"),
+    }.items():
+        tensors, config = checkpoint(layout)
+        scheme = config["quantization_config"]
+        scheme["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}
+        attention = "model.layers.0.self_attn"
+        both = {f"{attention}.{name}": np.array([0.5], np.float32) for name in (key, value)}
+        assert not faults(write(tmp_path / f"{layout}-good", {**tensors, **both}, config))
+        (absent,) = faults(write(tmp_path / f"{layout}-absent", tensors, config))
+        assert not absent.is_error and "engines take 1" in absent.problem
+        one = {f"{attention}.{key}": np.array([0.5], np.float32)}
+        (fault,) = faults(write(tmp_path / f"{layout}-one", {**tensors, **one}, config))
+        assert (
+            fault.is_error
+            and fault.tensor == f"{attention}.{key}"
+            and f"{attention}.{value} is missing" in fault.problem
+        )
+        wide = {name: np.ones(4, np.float32) for name in both}
+        assert len(check_folder(write(tmp_path / f"{layout}-wide", {**tensors, **wide}, config)).errors) == 2
+        scheme["kv_cache_scheme"] = None
+        remarks = faults(write(tmp_path / f"{layout}-unsaid", {**tensors, **both}, config))
+        assert len(remarks) == 2 and not any(remark.is_error for remark in remarks)

@@ -1,0 +1,258 @@
+"""Imports of checkpoints that others made, and training on frozen FP8 weights."""
+
+import dataclasses
+import json
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from folders import write as write_folder
+from safetensors.numpy import save_file
+
+from haliax_fp8 import describe, fp8_linear_layers
+from haliax_fp8.huggingface import export_model, import_model, names, thaw
+from haliax_fp8.models import Transformer, TransformerConfig
+
+
+CONFIG = TransformerConfig(layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, mlp=96, vocab=64)
+BF16, FP8, E8M0 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
+
+
+def linear(inputs: int, outputs: int) -> dict[str, eqx.nn.Linear]:
+    return {"up": eqx.nn.Linear(inputs, outputs, use_bias=False, key=jax.random.key(0))}
+
+
+def write(folder, tensors, quantization=None, **config):
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    content = config if quantization is None else {**config, "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+def compressed(strategy="channel", **weights):
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": strategy, **weights}}
+    common = {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"}
+    return {**common, "config_groups": {"group_0": group}}
+
+
+RNG = np.random.default_rng(0)
+DATA = RNG.normal(size=(160, 192)).astype(FP8)
+BLOCKS = compressed("block", block_structure=[128, 128])
+SCALES = {
+    "none": (np.float32(0.5), compressed("tensor")),
+    "one": (np.array([0.5], np.float32), compressed("tensor")),
+    "out": (RNG.uniform(1, 2, 160).astype(np.float32), compressed()),
+    "column": (RNG.uniform(1, 2, (160, 1)).astype(BF16), compressed()),
+    "cut blocks": (RNG.uniform(1, 2, (2, 2)).astype(np.float32), BLOCKS),
+    "E8M0 in uint8": (RNG.integers(100, 140, (160, 6)).astype(np.uint8), compressed("group", group_size=32)),
+    "weight_scale_inv": (
+        RNG.uniform(1, 2, (2, 2)).astype(np.float32),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
+    "modelopt": (np.float32(0.5), {"quant_method": "modelopt", "quant_algo": "FP8"}),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("case", SCALES)
+def test_shapes_of_scales(case, tmp_path):
+    """Each way to write scales: `data * scale` in every element, and frozen, the very bytes."""
+    scale, quantization = SCALES[case]
+    name = "up.weight_scale_inv" if case == "weight_scale_inv" else "up.weight_scale"
+    tensors = {"up.weight": DATA, name: np.asarray(scale)}
+    write(tmp_path / "in", tensors, quantization)
+    values = np.asarray(scale)
+    values = 2.0 ** (values.astype(np.float64) - 127) if values.dtype == np.uint8 else values.astype(np.float64)
+    if case == "out":
+        values = values[:, None]
+    if values.shape == (2, 2):
+        values = np.kron(values, np.ones((128, 128)))[:160, :192]
+    if values.shape == (160, 6):
+        values = np.repeat(values, 32, axis=1)
+    expected = (DATA.astype(np.float64) * values).astype(np.float32)
+    np.testing.assert_array_equal(import_model(tmp_path / "in", linear(192, 160))["up"].weight, expected)
+    frozen = import_model(tmp_path / "in", linear(192, 160), weights="frozen")["up"]
+    assert np.asarray(frozen.kernel.data).tobytes() == DATA.tobytes()
+    np.testing.assert_array_equal(frozen.thawed(jnp.float32).weight, expected)
+
+
+@pytest.mark.more
+def test_fused_layers_and_tied_heads(tmp_path):
+    """`qkv_proj` and `gate_up_proj` are taken apart, also within a block of scales; the head is the embedding."""
+    config = dataclasses.replace(CONFIG, layers=1)
+    model = Transformer.init(config, key=jax.random.key(0))
+    layer = "model.layers.0."
+    dense = lambda *shape: RNG.normal(size=shape).astype(BF16)
+    qkv, scale = RNG.normal(size=(128, 64)).astype(FP8), RNG.uniform(1, 2, (2, 1)).astype(np.float32)
+    tensors = {
+        "model.embed_tokens.weight": dense(64, 64),
+        "model.norm.weight": dense(64),
+        f"{layer}input_layernorm.weight": dense(64),
+        f"{layer}post_attention_layernorm.weight": dense(64),
+        f"{layer}self_attn.qkv_proj.weight": qkv,
+        f"{layer}self_attn.qkv_proj.weight_scale": scale,
+        f"{layer}self_attn.o_proj.weight": dense(64, 64),
+        f"{layer}self_attn.rotary_emb.inv_freq": np.ones(16, np.float32),
+        f"{layer}mlp.gate_up_proj.weight": dense(192, 64),
+        f"{layer}mlp.down_proj.weight": dense(64, 96),
+    }
+    # 96 rows share a scale: those of the query and half of the key's.
+    quantization = compressed("block", block_structure=[96, 64]) | {"ignore": ["re:.*mlp.*", "re:.*o_proj", "lm_head"]}
+    write(tmp_path / "in", tensors, quantization, tie_word_embeddings=True)
+    loaded = import_model(tmp_path / "in", model, names=names.LLAMA)
+    values = qkv.astype(np.float32) * np.repeat(scale, 96, axis=0)[:128]
+    block = loaded.blocks.get_layer(0)
+    for name, part in zip(("query", "key", "value"), np.split(values, [64, 96]), strict=True):
+        np.testing.assert_array_equal(getattr(block.attention, name).weight.array.reshape(part.shape), part)
+    gate, up = np.split(tensors[f"{layer}mlp.gate_up_proj.weight"].astype(np.float32), 2)
+    np.testing.assert_array_equal(block.mlp.gate.weight.array, gate)
+    np.testing.assert_array_equal(block.mlp.up.weight.array, up)
+    np.testing.assert_array_equal(loaded.head.weight.array, loaded.embedding.weight.array)
+    frozen = import_model(tmp_path / "in", model, names=names.LLAMA, weights="frozen").blocks.get_layer(0).attention
+    np.testing.assert_array_equal(frozen.key.thawed(jnp.float32).weight.array.reshape(32, 64), values[64:96])
+
+
+class LoRA(eqx.Module):
+    """An adapter of one's own: any layer, and a product of low rank beside it."""
+
+    base: eqx.Module
+    down: hax.NamedArray
+    up: hax.NamedArray
+
+    def __call__(self, x, *, key=None):
+        return self.base(x) + x.dot(self.down, axis=self.base.In).dot(self.up, axis="rank")
+
+
+@pytest.mark.more
+def test_adapters_on_frozen_weights(tmp_path):
+    """Gradients are those of the dequantized layer; only the adapter trains; merged, it is exported again."""
+    model = Transformer.init(CONFIG, key=jax.random.key(0))
+    export_model(model, tmp_path / "base", names=names.LLAMA)
+    frozen = import_model(tmp_path / "base", model, names=names.LLAMA, weights="frozen")
+    Rank = hax.Axis("rank", 2)
+    gate = frozen.blocks.stacked.mlp.gate
+    down = hax.random.normal(jax.random.key(1), (CONFIG.Layers, Rank, CONFIG.Hidden))
+    up = hax.zeros((CONFIG.Layers, CONFIG.Mlp, Rank))
+    adapted = eqx.tree_at(lambda m: m.blocks.stacked.mlp.gate, frozen, LoRA(gate, down, up))
+    dense = thaw(adapted, jnp.float32)
+    tokens = hax.named(jnp.arange(12) % 64, "position")
+
+    @eqx.filter_jit
+    def grads(model):
+        return eqx.filter_grad(lambda m: jnp.sum(jnp.sin(m(tokens).array)))(model)
+
+    found, expected = grads(adapted), grads(dense)
+    adapter = lambda m: (m.blocks.stacked.mlp.gate.down, m.blocks.stacked.mlp.gate.up, m.embedding.weight)
+    for ours, theirs in zip(jax.tree.leaves(adapter(found)), jax.tree.leaves(adapter(expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert np.abs(np.asarray(theirs)).max() > 0 or ours is found.blocks.stacked.mlp.gate.down.array
+    # To optax and to gradients, data and scales are not parameters.
+    params = eqx.filter(adapted, eqx.is_inexact_array)
+    assert jax.tree.leaves(params.blocks.stacked.mlp.gate.base) == jax.tree.leaves(found.blocks.stacked.mlp.up) == []
+    updates, _ = optax.sgd(0.1).update(found, optax.sgd(0.1).init(params))
+    trained = eqx.apply_updates(adapted, updates)
+    np.testing.assert_array_equal(
+        trained.blocks.stacked.mlp.up.kernel.data.array, frozen.blocks.stacked.mlp.up.kernel.data.array
+    )
+    # Merged: the base dequantized, plus the product.
+    layer = trained.blocks.stacked.mlp.gate
+    plain = layer.base.thawed(jnp.float32)
+    delta = layer.up.dot(layer.down, axis="rank").rearrange(plain.weight.axes)
+    merged = eqx.tree_at(
+        lambda m: m.blocks.stacked.mlp.gate, trained, dataclasses.replace(plain, weight=plain.weight + delta)
+    )
+    report = export_model(merged, tmp_path / "merged", names=names.LLAMA, targets=("*.attention.*", "*.mlp.*"))
+    assert report.origins == {"FP8 in the model": 12, "computed for the export": 2}
+    with pytest.raises(ValueError, match=r"attention\.query is in FP8 .* thaw the model"):
+        export_model(merged, tmp_path / "no", "BF16", names=names.LLAMA)
+    with pytest.raises(ValueError, match=r"in FP8 in blocks of \(1, 64\).*blocks of \(128, 128\)"):
+        export_model(frozen, tmp_path / "no", "FP8_BLOCK", names=names.LLAMA)
+
+
+def test_the_backward_pass_keeps_fp8_only():
+    """Of a frozen weight, bytes and scales are kept, and no copy in high precision; conversion leaves it alone."""
+    import tempfile
+
+    layer = {"up": eqx.nn.Linear(64, 96, use_bias=False, key=jax.random.key(0))}
+    folder = tempfile.mkdtemp() + "/out"
+    export_model(layer, folder)
+    frozen = import_model(folder, layer, weights="frozen")
+    out, pullback = jax.vjp(frozen["up"], jnp.ones(64))
+    kept = [leaf for leaf in jax.tree.leaves(pullback) if getattr(leaf, "size", 0) >= 64 * 96]
+    assert {leaf.dtype for leaf in kept} <= {np.dtype(np.uint8)}
+    weight = frozen["up"].thawed(jnp.float32).weight
+    np.testing.assert_allclose(pullback(jnp.ones(96))[0], weight.sum(0), rtol=1e-5, atol=1e-5)
+    mixed = [frozen, eqx.nn.Linear(64, 96, key=jax.random.key(0))]
+    assert "subclass" in str(describe(fp8_linear_layers(mixed)))
+
+
+def test_what_does_not_fit(tmp_path):
+    """Errors name the tensor and what to do."""
+    model = linear(192, 160)
+    scale = np.ones((160, 1), np.float32)
+    cases = {
+        "no scale": ({"up.weight": DATA}, compressed(), r"up\.weight .* has no weight_scale"),
+        "not said": ({"up.weight": DATA, "up.weight_scale": scale}, None, "no quantization_config"),
+        "nan": ({"up.weight": DATA, "up.weight_scale": scale * np.nan}, compressed(), r"up\.weight_scale .*: \[nan\]"),
+        "infinite": (
+            {"up.weight": DATA, "up.weight_scale": scale * np.inf},
+            compressed(),
+            r"up\.weight_scale .* positive and finite: \[inf\]",
+        ),
+        "zero": ({"up.weight": DATA, "up.weight_scale": scale * 0}, compressed(), r"up\.weight_scale .* positive"),
+        "shape": (
+            {"up.weight": DATA, "up.weight_scale": scale[:5]},
+            compressed(),
+            r"up\.weight_scale has shape \(5, 1\)",
+        ),
+        "transposed": ({"up.weight": DATA.T.copy(), "up.weight_scale": scale[:1]}, compressed("tensor"), "transposed"),
+        "missing": ({"down.weight": np.ones((160, 192), BF16)}, None, r"no up\.weight; the nearest are down\.weight"),
+        "unused": ({"up.weight": np.ones((160, 192), BF16), "x": np.ones(3)}, None, "no array for x"),
+    }
+    for case, (tensors, quantization, message) in cases.items():
+        write(tmp_path / case, tensors, quantization)
+        with pytest.raises(ValueError, match=message):
+            import_model(tmp_path / case, model)
+    with pytest.raises(ValueError, match="'dequantized', 'frozen'"):
+        import_model(tmp_path / "zero", model, weights="cold")
+
+
+def test_weights_that_overflow_in_the_models_dtype_are_refused(tmp_path):
+    """Also what data and scales make: in float16 they would be infinite."""
+    model = jax.tree.map(lambda x: x.astype(np.float16), linear(192, 160))
+    plain = np.ones((160, 192), BF16)
+    plain[2, 3] = 65536
+    write(tmp_path / "plain", {"up.weight": plain})
+    write(tmp_path / "fp8", {"up.weight": DATA, "up.weight_scale": np.full((160, 1), 1e5, np.float32)}, compressed())
+    for case in ("plain", "fp8"):
+        with pytest.raises(ValueError, match=r"^up\.weight is -?\d\S+ at \[\d+.*; load it into"):
+            import_model(tmp_path / case, model)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, FP8])
+@pytest.mark.parametrize("weights", ["dequantized", "frozen", "served"])
+def test_fp8_data_never_become_numbers_without_their_scales(dtype, weights, tmp_path):
+    """Weights in other formats, and tensors that are no weights: the data alone would be far too large."""
+    name, scale = np.dtype(dtype).name, np.full((160, 1), 2.0**-9, np.float32)
+    data, plain = RNG.normal(size=(160, 192)).astype(dtype), RNG.normal(size=(160, 192)).astype(BF16)
+    config = {"quantization_config": compressed()}
+    if dtype is not FP8:
+        message = rf"up\.weight is in {name}, but FP8 weights are read in float8_e4m3fn alone; dequantize"
+        for case, described in (("configured", config), ("not said", {})):
+            write_folder(tmp_path / case, {"up.weight": data, "up.weight_scale": scale}, described)
+            with pytest.raises(ValueError, match=message):
+                import_model(tmp_path / case, linear(192, 160), weights=weights)
+    model = {"up": eqx.nn.Linear(192, 160, key=jax.random.key(0))}
+    for case, described in (("bias", config), ("bias, not said", {})):
+        write_folder(tmp_path / case, {"up.weight": plain, "up.bias": data[:, 0]}, described)
+        with pytest.raises(ValueError, match=rf"up\.bias is in {name}, and only weights of"):
+            import_model(tmp_path / case, model, weights=weights)
+    # What the model does not want is not looked at.
+    write_folder(tmp_path / "other", {"up.weight": plain, "other": data}, config)
+    loaded = import_model(tmp_path / "other", linear(192, 160), weights=weights, strict=False)["up"]
+    np.testing.assert_array_equal(loaded.weight, plain.astype(np.float32))
