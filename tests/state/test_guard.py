@@ -16,7 +16,7 @@ from jax import lax
 import haliax_fp8 as fp8
 from haliax_fp8._state.guard import fit, guard_of, guard_on_host, is_modified, is_scaled_down
 from haliax_fp8._state.table import scales_in
-from haliax_fp8.layers.checks import is_modified as is_state_changed
+from haliax_fp8.layers.checks import _is_modified as is_state_changed
 from haliax_fp8.training.updates import apply_exact_updates
 
 
