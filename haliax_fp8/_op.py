@@ -23,7 +23,7 @@ from ._product.grouped.implementation import implementation_for
 from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
 from ._product.quantize_kernel import quantize_kernel
-from ._product.quantized_kernel import KernelCopies, dtype_of_scales, require_fit
+from ._product.quantized_kernel import QuantizedKernel, dtype_of_scales, require_fit
 from ._product.spec import KernelResidual, ProductSpec
 from ._skipped import Skipped
 from ._state.op_state import AbstractOp, OpState, leading_axes, require_state, require_stored_scales
@@ -58,7 +58,7 @@ class Fp8DotGeneral(AbstractOp):
         allow_dense_groups: Whether `ragged_dot` may multiply every row by the kernels of all groups where the device
             has no grouped products in FP8, or none for the recipe; also set from the configuration.
         state_per_group: Whether each group of `ragged_dot` has a state of its own; its axis is the last of `stack`.
-        kernel_copies: The kernel as its products take it, from `quantize_kernels`; else each product quantizes it.
+        quantized_kernel: The kernel as its products take it, from `quantize_kernels`; else each product quantizes it.
         skipped: What the conversion that made it left in high precision, for `describe`; None without a conversion.
 
     Raises:
@@ -90,7 +90,7 @@ class Fp8DotGeneral(AbstractOp):
     kernel_residual: KernelResidual = eqx.field(static=True, default=KernelResidual.KEEP)
     allow_dense_groups: bool = eqx.field(static=True, default=False)
     state_per_group: bool = eqx.field(static=True, default=False)
-    kernel_copies: KernelCopies[hax.NamedArray] | None = None
+    quantized_kernel: QuantizedKernel[hax.NamedArray] | None = None
     skipped: Skipped | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
@@ -207,20 +207,20 @@ class Fp8DotGeneral(AbstractOp):
         spec = _spec(self, contraction, lhs, rhs, precision, preferred_element_type)
         return _multiply(self, (lhs, rhs), (group_sizes,), spec, sharding_of_groups(lhs, rhs, out_sharding))
 
-    def quantized_kernel(
+    def quantize_kernel(
         self,
         kernel: Float[Array, "..."],
         contraction: AbstractContraction,
         leading: int,
         gathered: PartitionSpec | None,
-    ) -> KernelCopies[Array] | None:
-        """Copies of a kernel as products with it take them; None if the recipe rounds kernels at random, or not at all.
+    ) -> QuantizedKernel[Array] | None:
+        """A kernel as products with it take it; None if the recipe rounds kernels at random, or not at all.
 
         Args:
             kernel: The kernel, after the axes of ensembles and stacks.
             contraction: Its products, with any input.
             leading: How many axes are in front.
-            gathered: How the copies are divided over the mesh; None leaves that to XLA.
+            gathered: How the data are divided over the mesh; None leaves that to XLA.
         """
         spec = dataclasses.replace(_spec(self, contraction, kernel, kernel, None, None), ensemble=leading)
         scale_dtype = dtype_of_scales(None if self.state is None else self.state.table.array, self.recipe)
@@ -241,8 +241,8 @@ class Fp8DotGeneral(AbstractOp):
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         """One line in printed models; JAX also prints a module's name each time it traces one."""
         stack = () if self.state is None else leading_axes(self.state)
-        copies = "" if self.kernel_copies is None else ", kernel quantized"
-        return wl.TextDoc(f"Fp8DotGeneral({self.recipe}{f', stack={stack}' if stack else ''}{copies})")
+        quantized = "" if self.quantized_kernel is None else ", kernel quantized"
+        return wl.TextDoc(f"Fp8DotGeneral({self.recipe}{f', stack={stack}' if stack else ''}{quantized})")
 
     # `jnp.einsum(..., _dot_general=op)` hashes what it is given; arrays have no hash, but an op is the same as itself.
     def __hash__(self) -> int:
@@ -281,9 +281,9 @@ class Fp8DotGeneral(AbstractOp):
         Scales and histories are rebuilt within a few steps, and are part of Equinox's serialisation.
 
         Raises:
-            ValueError: If the op has copies of its kernel.
+            ValueError: If the op has a quantized kernel.
         """
-        if self.kernel_copies is not None:
+        if self.quantized_kernel is not None:
             raise ValueError("a model with quantized kernels was saved; save the one passed to quantize_kernels")
         return {}
 
@@ -297,21 +297,23 @@ class Fp8DotGeneral(AbstractOp):
 
 def _multiply(
     op: Fp8DotGeneral,
-    both: tuple[Array, Array],
+    operands: tuple[Array, Array],
     extras: tuple[Array, ...],
     spec: ProductSpec,
     out: NamedSharding | None = None,
 ) -> Array:
-    (input, kernel), record, kernel_copies = both, _record_of(op), op.kernel_copies
+    (input, kernel), record, quantized_kernel = operands, _record_of(op), op.quantized_kernel
     key = check_key(op.key.array) if op.has_key and op.key is not None and spec.recipe.needs_key else None
-    if kernel_copies is None:
+    if quantized_kernel is None:
         return fp8_dot_general(input, kernel, record, spec, extras, key, out_sharding=out)
-    copies = jax.tree.map(lambda x: x.array, kernel_copies, is_leaf=lambda x: isinstance(x, hax.NamedArray))
+    quantized = jax.tree.map(lambda x: x.array, quantized_kernel, is_leaf=lambda x: isinstance(x, hax.NamedArray))
     dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
     held = dtype_of_scales(None if op.state is None else op.state.table.array, op.recipe)
-    require_fit(copies, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales, scale_dtype=held)
-    spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), kernel_residual=KernelResidual.KEEP)
-    return fp8_dot_general(input, kernel, record, spec, extras, key, copies, out)
+    require_fit(quantized, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales, scale_dtype=held)
+    spec = dataclasses.replace(
+        spec, quantized_kernel=jax.tree.structure(quantized), kernel_residual=KernelResidual.KEEP
+    )
+    return fp8_dot_general(input, kernel, record, spec, extras, key, quantized, out)
 
 
 def _record_of(op: Fp8DotGeneral) -> Array | None:

@@ -85,26 +85,26 @@ def native_product(
     """
     operands = *_in_blocks(a, dimensions.lhs_contract[-1]), *_in_blocks(b, dimensions.rhs_contract[-1])
     operands = [as_varying(x, operands) for x in operands]
-    of_vector = any(
+    has_vector = any(
         math.prod([x.data.shape[axis] for axis in axes]) == 1
         for x, axes in ((a, dimensions.lhs_free), (b, dimensions.rhs_free))
     )
-    means = _means(of_vector)
+    means = _means(has_vector)
     return block_product_p.bind(*operands, dimensions=dimensions, dtype=np.dtype(dtype), means=means)
 
 
-def _means(of_vector: bool) -> "tuple[Means, Means]":
+def _means(has_vector: bool) -> "tuple[Means, Means]":
     """What multiplies on an NVIDIA GPU, and on each of several, where emulation may have been requested.
 
     Args:
-        of_vector: Whether an operand is a vector, for which XLA finds no GPU kernel.
+        has_vector: Whether an operand is a vector, for which XLA finds no GPU kernel.
     """
     device = Device.default()
     # A program that is made for GPUs elsewhere does not say which they are.
     is_known = device.platform == "cuda"
     # XLA ends the process where Triton has no FP8. cuDNN has products of blocks for Blackwell alone.
     has_fp8, has_blocks = (not is_known or device.lacks(units) is None for units in (FP8_UNITS, MX_UNITS))
-    alone = Means.SCALED_DOT if has_fp8 and not of_vector else Means.DEQUANTIZED
+    alone = Means.SCALED_DOT if has_fp8 and not has_vector else Means.DEQUANTIZED
     return alone, Means.SCALED_MATMUL if has_blocks else Means.DEQUANTIZED
 
 
@@ -144,7 +144,7 @@ class Means(enum.Enum):
 
 
 def _block_product(
-    a: Array, of_a: Array, b: Array, of_b: Array, *, dimensions: DotDimensions, dtype: np.dtype, means: Means
+    a: Array, scale_a: Array, b: Array, scale_b: Array, *, dimensions: DotDimensions, dtype: np.dtype, means: Means
 ) -> Float[Array, "..."]:
     """The product on one device; scales are their biased exponents."""
 
@@ -153,20 +153,20 @@ def _block_product(
             *(math.prod(x.shape[axis] for axis in axes) for axes in (batch, free, contracted))
         )
 
-    def data_and_scale(x: Array, of_x: Array, *axes: tuple[int, ...]) -> tuple[Array, Array]:
-        return rows(x, *axes), lax.bitcast_convert_type(rows(of_x, *axes), jnp.float8_e8m0fnu)
+    def data_and_scale(x: Array, scale: Array, *axes: tuple[int, ...]) -> tuple[Array, Array]:
+        return rows(x, *axes), lax.bitcast_convert_type(rows(scale, *axes), jnp.float8_e8m0fnu)
 
-    lhs, of_lhs = data_and_scale(a, of_a, dimensions.lhs_batch, dimensions.lhs_free, dimensions.lhs_contract)
-    rhs, of_rhs = data_and_scale(b, of_b, dimensions.rhs_batch, dimensions.rhs_free, dimensions.rhs_contract)
+    lhs, lhs_scale = data_and_scale(a, scale_a, dimensions.lhs_batch, dimensions.lhs_free, dimensions.lhs_contract)
+    rhs, rhs_scale = data_and_scale(b, scale_b, dimensions.rhs_batch, dimensions.rhs_free, dimensions.rhs_contract)
     numbers = ((2,), (2,)), ((0,), (0,))
     match means:
         case Means.SCALED_MATMUL:
-            out = jax.nn.scaled_matmul(lhs, rhs, of_lhs, of_rhs, preferred_element_type=dtype)
+            out = jax.nn.scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, preferred_element_type=dtype)
         case Means.SCALED_DOT:
-            scales = {"lhs_scale": of_lhs, "rhs_scale": of_rhs}
+            scales = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale}
             out = lax.scaled_dot(lhs, rhs, **scales, dimension_numbers=numbers, preferred_element_type=jnp.float32)
         case Means.DEQUANTIZED:
-            both = _values(lhs, of_lhs), _values(rhs, of_rhs)
+            both = _values(lhs, lhs_scale), _values(rhs, rhs_scale)
             out = lax.dot_general(*both, numbers, preferred_element_type=jnp.float32)
     return lax.convert_element_type(out.reshape(dimensions.out_shape(a.shape, b.shape)), dtype)
 
@@ -178,8 +178,8 @@ def _values(data: Array, scale: Array) -> BFloat16[Array, "batch rows contracted
     return lax.convert_element_type(scaled.reshape(data.shape), jnp.bfloat16)
 
 
-def _aval(a: Any, of_a: Any, b: Any, of_b: Any, *, dimensions: DotDimensions, dtype: np.dtype, means: Any) -> Any:
-    del of_a, of_b, means
+def _aval(a: Any, scale_a: Any, b: Any, scale_b: Any, *, dimensions: DotDimensions, dtype: np.dtype, means: Any) -> Any:
+    del scale_a, scale_b, means
     return aval_of_result(a, dimensions.out_shape(a.shape, b.shape), dtype)
 
 

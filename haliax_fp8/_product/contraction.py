@@ -89,7 +89,9 @@ class AbstractContraction(abc.ABC):
         dtype: np.dtype,
         scale: Float32[Array, "*members"] | None,
     ) -> Float[Array, "..."]:
-        """A product of two quantized arrays, times their scales, in `dtype`; `scales.py` says where that is rounded.
+        """A product of two quantized arrays, times their scales, in `dtype`.
+
+        `scaled_product.py` says where it is rounded.
 
         Args:
             product: Which of the three.
@@ -107,7 +109,7 @@ class AbstractContraction(abc.ABC):
 _SMALLEST_GEMM = 100
 
 
-def scaled_dot(
+def scaled_dot_general(
     a: QuantizedArray,
     b: QuantizedArray,
     dims: DotDimensions,
@@ -275,7 +277,7 @@ class DotContraction(AbstractContraction):
         """`dot(a.data, b.data) * (a.scale * b.scale)`, in the layout that the product's result has."""
         dimensions, layout, swapped = _products_of(self)[product]
         a, b = reversed(operands) if swapped else operands
-        out = scaled_dot(a, b, dimensions, precision, dtype, scale, in_a_sum=product == "dgrad")
+        out = scaled_dot_general(a, b, dimensions, precision, dtype, scale, in_a_sum=product == "dgrad")
         return out if layout == tuple(range(out.ndim)) else lax.transpose(out, layout)
 
 
@@ -284,8 +286,8 @@ class DotContraction(AbstractContraction):
 def _products_of(contraction: DotContraction) -> dict[ProductName, tuple[DotDimensions, tuple[int, ...], bool]]:
     """The axes of each product, the layout of its result, and whether it takes its operands in the other order."""
     dims = contraction.dimensions
-    of_lhs, of_rhs = dims.gradient_of_lhs(), dims.gradient_of_rhs()
-    dgrad, wgrad = (of_rhs, of_lhs) if contraction.kernel_first else (of_lhs, of_rhs)
+    lhs_grad, rhs_grad = dims.gradient_of_lhs(), dims.gradient_of_rhs()
+    dgrad, wgrad = (rhs_grad, lhs_grad) if contraction.kernel_first else (lhs_grad, rhs_grad)
     fprop = dims, tuple(range(dims.out_ndim)), contraction.kernel_first
     # The output's gradient comes first.
     return {"fprop": fprop, "dgrad": (*dgrad, False), "wgrad": (*wgrad, True)}

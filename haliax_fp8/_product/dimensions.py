@@ -63,15 +63,15 @@ class DotDimensions:
         for kind, left, right in (("contracted", lhs_contract, rhs_contract), ("batched", lhs_batch, rhs_batch)):
             sizes = [lhs_shape[axis] for axis in left], [rhs_shape[axis] for axis in right]
             if sizes[0] != sizes[1]:
-                found = f"{sizes[0]} in lhs {tuple(lhs_shape)}, {sizes[1]} in rhs {tuple(rhs_shape)}"
+                differing = f"{sizes[0]} in lhs {tuple(lhs_shape)}, {sizes[1]} in rhs {tuple(rhs_shape)}"
                 needed = " × ".join(map(str, sizes[1]))
                 layer = (
                     f". If rhs is the kernel of a layer, its input needs {needed} features; a layer of Equinox takes "
                     "one example at a time, and a batch through jax.vmap(model)"
                 )
                 raise ValueError(
-                    f"{kind} axes differ in size: {found}; dimension_numbers={numbers} pair them, and paired axes must "
-                    f"have the same size{layer if kind == 'contracted' else ''}"
+                    f"{kind} axes differ in size: {differing}; dimension_numbers={numbers} pair them, and paired axes "
+                    f"must have the same size{layer if kind == 'contracted' else ''}"
                 )
         return DotDimensions(lhs_contract, rhs_contract, lhs_batch, rhs_batch, len(lhs_shape), len(rhs_shape))
 
@@ -104,8 +104,8 @@ class DotDimensions:
 
     def out_shape(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the output."""
-        of_lhs, of_rhs = self.lhs_batch + self.lhs_free, self.rhs_free
-        return (*[lhs_shape[axis] for axis in of_lhs], *[rhs_shape[axis] for axis in of_rhs])
+        lhs_axes, rhs_axes = self.lhs_batch + self.lhs_free, self.rhs_free
+        return (*[lhs_shape[axis] for axis in lhs_axes], *[rhs_shape[axis] for axis in rhs_axes])
 
     def with_axis_in_lhs(self) -> tuple["DotDimensions", int]:
         """Adds a leading axis to lhs, which the output keeps; also returns where the output has it."""

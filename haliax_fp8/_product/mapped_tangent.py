@@ -14,7 +14,7 @@ from jax import lax
 
 from .._jax.primitives import to_front
 from .._numerics.quantized_array import QuantizedArray
-from .quantized_kernel import KernelCopy, with_leading_axis
+from .quantized_kernel import KernelOperand, with_leading_axis
 from .spec import ProductSpec
 from .three_products import Residuals, residual_array
 
@@ -72,7 +72,7 @@ def _as_members(args: TangentArguments, axes: TangentArguments, size: int) -> Ta
             return None
         if isinstance(x, QuantizedArray):
             return _with_axis(x, axis, size, 0, each_its_own=True)
-        if isinstance(x, KernelCopy):
+        if isinstance(x, KernelOperand):
             return with_leading_axis(x, axis, size, 0)
         return to_front(x, axis, size, 0)
 
@@ -89,32 +89,32 @@ def _folded(
     position = spec.ensemble
 
     def with_axis(index: int) -> Any:
-        saved: Any = args.residuals[index]
+        residual: Any = args.residuals[index]
         axis: Any = axes.residuals[index]
-        if isinstance(saved, QuantizedArray):
-            return _with_axis(saved, axis, size, position, each_its_own=False)
-        if isinstance(saved, KernelCopy):
-            return with_leading_axis(saved, axis, size, position)
-        return to_front(saved, axis, size, position)
+        if isinstance(residual, QuantizedArray):
+            return _with_axis(residual, axis, size, position, each_its_own=False)
+        if isinstance(residual, KernelOperand):
+            return with_leading_axis(residual, axis, size, position)
+        return to_front(residual, axis, size, position)
 
-    saved = [with_axis(index) if _is_mapped(axes, index) else args.residuals[index] for index in (0, 1)]
-    arrays: list[Any] = [residual_array(x) for x in saved]
-    of_operands = [position if _is_mapped(axes, index) else None for index in (0, 1)]
+    operands = [with_axis(index) if _is_mapped(axes, index) else args.residuals[index] for index in (0, 1)]
+    arrays: list[Any] = [residual_array(x) for x in operands]
+    operand_axes = [position if _is_mapped(axes, index) else None for index in (0, 1)]
     moved, contraction, out_axis = spec.contraction.fold(
-        (*arrays, *args.extras), (*of_operands, *axes.extras), size, spec.ensemble
+        (*arrays, *args.extras), (*operand_axes, *axes.extras), size, spec.ensemble
     )
     # A contraction may want the axis in an operand that was not mapped.
-    has_axis = [x.ndim > y.ndim or axis is not None for x, y, axis in zip(moved, arrays, of_operands, strict=False)]
-    saved = [with_axis(index) if has_axis[index] else saved[index] for index in (0, 1)]
+    has_axis = [x.ndim > y.ndim or axis is not None for x, y, axis in zip(moved, arrays, operand_axes, strict=False)]
+    operands = [with_axis(index) if has_axis[index] else operands[index] for index in (0, 1)]
     tangents = [
-        to_front(t, axis, size, position) if t is not None and wanted else t
-        for t, axis, wanted in zip(args.tangents[:2], axes.tangents[:2], has_axis, strict=True)
+        to_front(t, axis, size, position) if t is not None and moves else t
+        for t, axis, moves in zip(args.tangents[:2], axes.tangents[:2], has_axis, strict=True)
     ]
     record, axis = args.residuals.record, axes.residuals.record
     if record is not None and isinstance(axis, int):
         # The scales are the same in all examples.
         record = lax.reduce_max(record, (axis,))
-    residuals = args.residuals._replace(input=saved[0], kernel=saved[1], record=record)
+    residuals = args.residuals._replace(input=operands[0], kernel=operands[1], record=record)
     folded = TangentArguments([*tangents, *args.tangents[2:]], residuals, tuple(moved[2:]))
     return folded, dataclasses.replace(spec, contraction=contraction), out_axis + spec.ensemble
 

@@ -23,8 +23,8 @@ def name_of_tile(rows: int, columns: int, depth: int) -> str:
 
 def tile_in_name(text: str) -> tuple[int, int, int] | None:
     """The inverse of `name_of_tile`, of a name within a text; None if it has none."""
-    found = re.search(r"fp8_grouped_(\d+)x(\d+)x(\d+)", text)
-    return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
+    match = re.search(r"fp8_grouped_(\d+)x(\d+)x(\d+)", text)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3]))
 
 
 FPROP: Final = "fprop"

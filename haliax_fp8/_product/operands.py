@@ -19,7 +19,7 @@ from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
 from ..recipes.scaling import MeasuredMemory, OperandUse, of_all_elements
 from ..recipes.scaling.measured import Members, share_of_active
 from .grouped.one_device import largest_of_groups, of_each_row, used_rows
-from .quantized_kernel import KernelCopies, KernelCopy, values_of
+from .quantized_kernel import KernelOperand, QuantizedKernel, values_of
 from .scaled_product import FLOAT32, each_row_scaled
 from .spec import ProductSpec
 
@@ -41,7 +41,7 @@ class Scales(NamedTuple):
     operands: dict[OperandName, Array]
     pairs: dict[ProductName, Array] | None
 
-    def of_both(self, product: ProductName, spec: ProductSpec) -> Array | None:
+    def of_product(self, product: ProductName, spec: ProductSpec) -> Array | None:
         """The product of two operands' scales, where it is computed already, or belongs to a group of rows."""
         if spec.contraction.state_per_group:
             first, second = (
@@ -96,7 +96,7 @@ def quantize_operand(
     key: Array | None,
     extras: tuple[Array, ...],
     spec: ProductSpec,
-    copies: KernelCopies[Array] | None = None,
+    quantized_kernel: QuantizedKernel[Array] | None = None,
 ) -> QuantizedArray:
     """An operand in the format that a product takes it in.
 
@@ -108,10 +108,12 @@ def quantize_operand(
         key: What random rounding draws from.
         extras: What else the contraction takes.
         spec: What is static about the product.
-        copies: The copies of a kernel that was quantized before.
+        quantized_kernel: The kernel, if it was quantized before.
     """
-    if operand == "kernel" and copies is not None and (copy := copies.of(product)) is not None:
-        return from_residual(copy, operand, product, scales, spec)
+    if operand == "kernel" and quantized_kernel is not None:
+        quantized_before = quantized_kernel.operand(product)
+        if quantized_before is not None:
+            return from_residual(quantized_before, operand, product, scales, spec)
     quantization = spec.recipe.uses[operand, product]
     scaling = quantization.scaling
     use = OperandUse(
@@ -125,7 +127,7 @@ def quantize_operand(
         scale_bits=spec.scale_bits[operand],
         # For the amax, which a stored scale does not need.
         devices=() if scaling.stores_scale else axes_of_parts(x),
-        valid_rows=None if scaling.stores_scale else _used(x, operand, extras, spec),
+        valid_rows=None if scaling.stores_scale else _valid_rows(x, operand, extras, spec),
     )
     quantized = scaling.quantize(x, use)
     # Where groups have states, the product applies their scales.
@@ -144,7 +146,7 @@ def _stored(
     return of_each_row(stored, extras[0], x.shape[spec.ensemble - 1])
 
 
-def _used(x: Array, operand: OperandName, extras: tuple[Array, ...], spec: ProductSpec) -> Array | None:
+def _valid_rows(x: Array, operand: OperandName, extras: tuple[Array, ...], spec: ProductSpec) -> Array | None:
     """Which rows belong to a group; None if the operand has none, or each group measures its own.
 
     What a buffer holds beyond the last group is in no product, and must not enter a scale.
@@ -180,22 +182,24 @@ def residual_of(
 
 
 def from_residual(
-    saved: Array | QuantizedArray | KernelCopy[Array],
+    residual: Array | QuantizedArray | KernelOperand[Array],
     operand: OperandName,
     product: ProductName,
     scales: Scales | None,
     spec: ProductSpec,
 ) -> QuantizedArray:
-    """The inverse of `residual_of`; or a copy of a kernel, as if it had been saved."""
-    if isinstance(saved, KernelCopy):
-        saved = values_of(saved)
-    if isinstance(saved, QuantizedArray):
-        return saved
+    """The inverse of `residual_of`; or a kernel that was quantized before, as if it were one."""
+    if isinstance(residual, KernelOperand):
+        residual = values_of(residual)
+    if isinstance(residual, QuantizedArray):
+        return residual
     assert spec.takes_stored_scale(operand, product) and scales is not None
     scale = (
-        jnp.float32(1.0) if spec.contraction.state_per_group else of_all_elements(scales.operands[operand], saved.ndim)
+        jnp.float32(1.0)
+        if spec.contraction.state_per_group
+        else of_all_elements(scales.operands[operand], residual.ndim)
     )
-    return QuantizedArray(saved, scale, scale_bits=spec.scale_bits[operand])
+    return QuantizedArray(residual, scale, scale_bits=spec.scale_bits[operand])
 
 
 def scaled_values(
@@ -233,7 +237,7 @@ def measured_parts(
     if memory is None or not memory.numbers:
         return jnp.zeros((*record.shape[: spec.ensemble], count, 1), x.dtype)
     state_per_group = spec.contraction.state_per_group
-    used = _used(x, operand, extras, spec) if spec.contraction.groups else None
+    used = _valid_rows(x, operand, extras, spec) if spec.contraction.groups else None
     if isinstance(memory, MeasuredMemory):
         members = Members(spec.ensemble, axes_of_parts(x, record))
         active = None if used is None else share_of_active(extras[0], members)
@@ -249,9 +253,11 @@ def measured_parts(
             quantized = dataclasses.replace(quantized, scale=of_all_elements(scale, x.ndim))
         values = memory.measure_members(x, quantized, members, active)
     elif used is not None:
-        of_rows = memory.measure(x, quantized, x.ndim - 1)[..., 0]
-        of_rows = jnp.where(used, of_rows, np.asarray(0.0, of_rows.dtype))
-        values = jnp.moveaxis(of_rows, -1, spec.ensemble).reshape(*x.shape[: spec.ensemble], of_rows.shape[-1], -1)
+        rows_measured = memory.measure(x, quantized, x.ndim - 1)[..., 0]
+        rows_measured = jnp.where(used, rows_measured, np.asarray(0.0, rows_measured.dtype))
+        values = jnp.moveaxis(rows_measured, -1, spec.ensemble).reshape(
+            *x.shape[: spec.ensemble], rows_measured.shape[-1], -1
+        )
     else:
         values = memory.measure(x, quantized, spec.ensemble)
         if state_per_group and operand != "kernel":

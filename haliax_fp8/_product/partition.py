@@ -20,7 +20,7 @@ from .._jax.primitives import compile_alone, to_front
 from .._jax.xla import lowered_for_cuda
 from .._numerics.quantized_array import QuantizedArray
 from .dimensions import DotDimensions
-from .scaled_product import aval_of, is_exact, multiplied
+from .scaled_product import aval_of, dot_times_scale, is_exact
 
 
 type Factors = tuple[str, ...]
@@ -90,7 +90,7 @@ class Division:
         sizes: Mapping[str, int],
         *,
         whole: Collection[str] = (),
-        otherwise: str | None = None,
+        free_factor: str | None = None,
     ) -> "Division":
         """Each mesh axis divides one factor of all arrays that have it, the one that moves the fewest bytes.
 
@@ -103,17 +103,17 @@ class Division:
             out: The result, as XLA has divided it.
             sizes: The size of each factor.
             whole: Factors that are not divided.
-            otherwise: What any mesh axis may divide, even one over which XLA has divided nothing. Without it, devices
+            free_factor: What any mesh axis may divide, even one over which XLA has divided nothing. Without it, devices
                 that differ in such an axis all compute the same.
         """
-        chosen = _chosen(mesh.shape, operands, out, sizes, whole, otherwise)
-        axes = dict.fromkeys(sizes, ()) | {factor: tuple(found) for factor, found in chosen.items()}
+        chosen = _chosen(mesh.shape, operands, out, sizes, whole, free_factor)
+        axes = dict.fromkeys(sizes, ()) | {factor: tuple(divisors) for factor, divisors in chosen.items()}
         out_axes = [axes[factor] for factor in out.factors]
         left = [sizes[f] // math.prod(mesh.shape[axis] for axis in axes[f]) for f in out.factors]
         summed = [axis for factor in sizes if factor not in out.factors for axis in axes[factor]]
         scattered = []
         for axis in summed:
-            position = next((position for position, of_axis in enumerate(out.spec) if axis in of_axis), None)
+            position = next((position for position, axes_there in enumerate(out.spec) if axis in axes_there), None)
             if position is not None and left[position] % mesh.shape[axis] == 0:
                 scattered.append((axis, position))
                 out_axes[position] += (axis,)
@@ -139,7 +139,7 @@ class Division:
         return self._sharding([self.axes.get(factor, ()) for factor in factors])
 
     @property
-    def of_result(self) -> NamedSharding:
+    def result_sharding(self) -> NamedSharding:
         """The sharding of the result."""
         return self._sharding(self.out_axes)
 
@@ -153,24 +153,24 @@ def _chosen(
     out: Held,
     sizes: Mapping[str, int],
     whole: Collection[str],
-    otherwise: str | None,
+    free_factor: str | None,
 ) -> dict[str, list[str]]:
     """The mesh axes that divide each factor."""
     chosen: dict[str, list[str]] = {}
     arrays = (out, *operands)
     in_use = dict.fromkeys(axis for held in arrays for axes in held.spec for axis in axes)
-    for axis in in_use if otherwise is None else dict.fromkeys([*in_use, *mesh]):
+    for axis in in_use if free_factor is None else dict.fromkeys([*in_use, *mesh]):
 
         def fits(factor: str, axis: str = axis) -> bool:
             devices = math.prod(mesh[other] for other in chosen.get(factor, ())) * mesh[axis]
             return factor not in whole and sizes[factor] % devices == 0
 
-        wanted = out.factor_over(axis)
+        result_factor = out.factor_over(axis)
         fitting = [
             factor
-            for factor in dict.fromkeys([*(held.factor_over(axis) for held in arrays), otherwise])
+            for factor in dict.fromkeys([*(held.factor_over(axis) for held in arrays), free_factor])
             # XLA has divided what reads the result. It cannot always move a result from one axis to another.
-            if factor and (wanted in (None, factor) or factor not in out.factors)
+            if factor and (result_factor in (None, factor) or factor not in out.factors)
             if fits(factor)
         ]
         if fitting:
@@ -224,8 +224,8 @@ class DividedProduct:
     @functools.cached_property
     def out(self) -> Factors:
         """The factors of the result."""
-        of_lhs, of_rhs = self.dimensions.lhs_batch + self.dimensions.lhs_free, self.dimensions.rhs_free
-        return (*(self.lhs[axis] for axis in of_lhs), *(self.rhs[axis] for axis in of_rhs))
+        lhs_axes, rhs_axes = self.dimensions.lhs_batch + self.dimensions.lhs_free, self.dimensions.rhs_free
+        return (*(self.lhs[axis] for axis in lhs_axes), *(self.rhs[axis] for axis in rhs_axes))
 
     @property
     def _last(self) -> str:
@@ -260,16 +260,22 @@ class DividedProduct:
         """
         positions = (0, 1) if self.block is None else (0, 2)
         lhs, rhs = (Held.of(args[i], axes) for i, axes in zip(positions, (self.lhs, self.rhs), strict=True))
-        of_lhs, of_rhs = (args[i].shape for i in ((0, 1) if self.block is None else (1, 3)))
-        sizes = dict(zip(self.lhs + self.rhs, (*of_lhs, *of_rhs), strict=True))
+        lhs_shape, rhs_shape = (args[i].shape for i in ((0, 1) if self.block is None else (1, 3)))
+        sizes = dict(zip(self.lhs + self.rhs, (*lhs_shape, *rhs_shape), strict=True))
         division = Division.of(mesh, (lhs, rhs), Held.of(result, self.out), sizes)
 
         def on_each(*arrays: Array) -> Array:
             return division.finished(product(*arrays))
 
-        of_lhs, of_rhs, of_scale = (division.sharding(axes) for axes in (self.lhs, self.rhs, ("one",)))
-        of_args = (of_lhs, of_rhs, of_scale) if self.block is None else (of_lhs, of_lhs, of_rhs, of_rhs)
-        return mesh, on_each, division.of_result, of_args
+        lhs_sharding, rhs_sharding, scale_sharding = (
+            division.sharding(axes) for axes in (self.lhs, self.rhs, ("one",))
+        )
+        shardings = (
+            (lhs_sharding, rhs_sharding, scale_sharding)
+            if self.block is None
+            else (lhs_sharding, lhs_sharding, rhs_sharding, rhs_sharding)
+        )
+        return mesh, on_each, division.result_sharding, shardings
 
 
 def _named(ndim: int, **by_letter: tuple[int, ...]) -> Factors:
@@ -304,16 +310,16 @@ divided_sum_p = Primitive("fp8_divided_sum")
 
 def _of_part(a: Array, b: Array, scale: Array, **params: Any) -> Array:
     """The product of what one device has."""
-    return multiplied(a, b, lax.squeeze(scale, (0,)), **params)
+    return dot_times_scale(a, b, lax.squeeze(scale, (0,)), **params)
 
 
 def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, exact: bool, **params: Any) -> tuple[Array, int]:
     """The mapped axis is a batch axis of both operands."""
-    (a, b, scale), (*axes, of_scale) = args, axes
-    if of_scale is not None:
+    (a, b, scale), (*axes, scale_axis) = args, axes
+    if scale_axis is not None:
         # Not in the dtype: for which platform is not known yet.
         each = functools.partial(_of_part, dimensions=dimensions, in_dtype=False, **params)
-        return jax.vmap(each, in_axes=(*axes, of_scale))(a, b, scale), 0
+        return jax.vmap(each, in_axes=(*axes, scale_axis))(a, b, scale), 0
     size = next(x.shape[axis] for x, axis in zip((a, b), axes, strict=True) if axis is not None)
     a, b = (to_front(x, axis, size, 0) for x, axis in zip((a, b), axes, strict=True))
     dimensions, out_axis = dimensions.with_batch_axis()

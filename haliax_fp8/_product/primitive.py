@@ -34,7 +34,7 @@ from .._state.op_state import warn_of_constant_state
 from .._state.record import cotangent, repeated
 from ..devices.units import MX_UNITS
 from .mapped_tangent import TangentArguments, with_mapped_axis
-from .quantized_kernel import KernelCopies, KernelCopy, folded, is_mapped, shape_of
+from .quantized_kernel import KernelOperand, QuantizedKernel, folded, is_mapped, shape_of
 from .spec import ProductSpec
 from .three_products import backward, forward, fprop_alone, tangent
 
@@ -46,7 +46,7 @@ def fp8_dot_general(
     spec: ProductSpec,
     extras: tuple[Array, ...] = (),
     key: UInt32[Array, "*ensemble 2"] | None = None,
-    copies: KernelCopies[Array] | None = None,
+    quantized_kernel: QuantizedKernel[Array] | None = None,
     out_sharding: NamedSharding | None = None,
 ) -> Float[Array, "..."]:
     """The product of a contraction in the formats of a recipe.
@@ -60,19 +60,19 @@ def fp8_dot_general(
         spec: What is static.
         extras: What else the contraction needs, such as the group sizes of a ragged one.
         key: The words of the key for stochastic rounding; without one, rounding stochastically raises.
-        copies: The copies of a kernel that was quantized before, with their structure in `spec`; else None.
+        quantized_kernel: The kernel, if it was quantized before, with its structure in `spec`; else None.
         out_sharding: The sharding of the product, on a mesh with explicit axes; else None.
 
     Returns:
         The product in `spec.out_dtype`.
     """
-    of_op = jax.tree.leaves((record, key, copies))
+    op_leaves = jax.tree.leaves((record, key, quantized_kernel))
 
     def multiply(input: Array, kernel: Array, *others: Array) -> Array:
         # The transpose of the mark sums gradients over devices.
         return _primitive_of(spec).bind(*all_varying(input, kernel), *others, spec=spec)
 
-    return with_automatic_axes(multiply, out_sharding, input, kernel, *extras, *of_op)
+    return with_automatic_axes(multiply, out_sharding, input, kernel, *extras, *op_leaves)
 
 
 # --- The primitives -------------------------------------------------------------------------------------------------
@@ -95,13 +95,13 @@ def _fp8_dot(input: Array, kernel: Array, *others: Array, spec: ProductSpec) -> 
 
 
 def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Any, Any, Any]:
-    """Extras; the state, None if the recipe has none; the key, None if none was given; the kernel's copies, or None."""
+    """Extras; and, each None if there is none: the state, the random key, the kernel as it was quantized before."""
     rest = list(others[spec.contraction.extras :])
     state = rest.pop(0) if spec.recipe.is_stateful else None
-    of_copies = 0 if spec.copies is None else spec.copies.num_leaves
-    key = rest.pop(0) if len(rest) > of_copies else None
-    copies = None if spec.copies is None else jax.tree.unflatten(spec.copies, rest)
-    return tuple(others[: spec.contraction.extras]), state, key, copies
+    leaves = 0 if spec.quantized_kernel is None else spec.quantized_kernel.num_leaves
+    key = rest.pop(0) if len(rest) > leaves else None
+    quantized_kernel = None if spec.quantized_kernel is None else jax.tree.unflatten(spec.quantized_kernel, rest)
+    return tuple(others[: spec.contraction.extras]), state, key, quantized_kernel
 
 
 def _fp8_dot_aval(input, kernel, *others, spec: ProductSpec):
@@ -111,26 +111,26 @@ def _fp8_dot_aval(input, kernel, *others, spec: ProductSpec):
 
 def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
     input, kernel, *others = primals
-    extras, state, key, copies = _split_others(others, spec)
+    extras, state, key, quantized_kernel = _split_others(others, spec)
     # Reverse mode comes here from within `jax.checkpoint` only, else to the rule below.
-    out, residuals = forward(input, kernel, extras, state, key, copies, spec, rematerialized=True)
+    out, residuals = forward(input, kernel, extras, state, key, quantized_kernel, spec, rematerialized=True)
     tangents = (*tangents[:2], *(t for t in [_split_others(tangents[2:], spec)[1]] if t is not None))
     linear = tuple([type(t) is not ad.Zero for t in tangents])
     _check_linear(linear, state, spec)
-    given = [t for t in tangents if type(t) is not ad.Zero]
+    nonzero = [t for t in tangents if type(t) is not ad.Zero]
     leaves, structure = jax.tree.flatten((residuals, extras))
-    return out, fp8_dot_tangent_p.bind(*given, *leaves, spec=spec, linear=linear, structure=structure)
+    return out, fp8_dot_tangent_p.bind(*nonzero, *leaves, spec=spec, linear=linear, structure=structure)
 
 
 def _fp8_dot_linearize(linear: Sequence[bool], *primals: Any, spec: ProductSpec):
     """What the JVP says, for reverse mode."""
     input, kernel, *others = primals
-    extras, state, key, copies = _split_others(others, spec)
-    out, residuals = forward(input, kernel, extras, state, key, copies, spec, rematerialized=False)
-    of_state = [is_linear for is_linear in [_split_others(linear[2:], spec)[1]] if is_linear is not None]
-    _check_linear((*linear[:2], *of_state), state, spec)
+    extras, state, key, quantized_kernel = _split_others(others, spec)
+    out, residuals = forward(input, kernel, extras, state, key, quantized_kernel, spec, rematerialized=False)
+    state_is_linear = [is_linear for is_linear in [_split_others(linear[2:], spec)[1]] if is_linear is not None]
+    _check_linear((*linear[:2], *state_is_linear), state, spec)
     leaves, structure = jax.tree.flatten((residuals, extras))
-    params = {"spec": spec, "linear": (*linear[:2], *of_state), "structure": structure}
+    params = {"spec": spec, "linear": (*linear[:2], *state_is_linear), "structure": structure}
     return out, leaves, lambda residuals, tangents: fp8_dot_tangent_p.bind(*tangents, *residuals, **params)
 
 
@@ -144,8 +144,8 @@ def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
     """Folds the mapped axis into the product; only a state or key that is mapped too makes independent members."""
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     count = 2 + spec.contraction.extras
-    *_, state, key, copies = _split_others(args[2:], spec)
-    *_, state_axis, key_axis, copies_axes = _split_others(axes[2:], spec)
+    *_, state, key, quantized_kernel = _split_others(args[2:], spec)
+    *_, state_axis, key_axis, quantized_axes = _split_others(axes[2:], spec)
     if state_axis is not None or key_axis is not None:
         is_shared = lambda i: i == count and state is not None and state_axis is None
         args = [
@@ -155,15 +155,17 @@ def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
         spec = dataclasses.replace(spec, ensemble=spec.ensemble + 1)
         return _primitive_of(spec).bind(*args, spec=spec), 0
     operands, axes = list(args[:count]), list(axes[:count])
-    if axes[1] is None and is_mapped(copies_axes):
+    if axes[1] is None and is_mapped(quantized_axes):
         operands[1], axes[1] = to_front(operands[1], None, size, spec.ensemble), spec.ensemble
     ndim = operands[1].ndim - (axes[1] is not None)
     operands, contraction, out_axis = spec.contraction.fold(operands, axes, size, spec.ensemble)
-    if copies is not None:
-        copies = folded(copies, copies_axes, size, spec.ensemble, kernel_has_axis=operands[1].ndim > ndim)
-    of_op = jax.tree.leaves((state, key, copies))
+    if quantized_kernel is not None:
+        quantized_kernel = folded(
+            quantized_kernel, quantized_axes, size, spec.ensemble, kernel_has_axis=operands[1].ndim > ndim
+        )
+    op_leaves = jax.tree.leaves((state, key, quantized_kernel))
     spec = dataclasses.replace(spec, contraction=contraction)
-    return _in_front(_primitive_of(spec).bind(*operands, *of_op, spec=spec), out_axis + spec.ensemble)
+    return _in_front(_primitive_of(spec).bind(*operands, *op_leaves, spec=spec), out_axis + spec.ensemble)
 
 
 def _in_front(out: Array, axis: int) -> tuple[Array, int]:
@@ -177,8 +179,8 @@ def _in_front(out: Array, axis: int) -> tuple[Array, int]:
 
 def _unpack(args, linear: tuple[bool, ...], structure) -> tuple[list[Any], Any, Any]:
     """The equation's operands as they were bound: tangents (None where zero), residuals, extras."""
-    given = iter(args[: sum(linear)])
-    tangents: list[Any] = [next(given) if is_linear else None for is_linear in linear]
+    remaining = iter(args[: sum(linear)])
+    tangents: list[Any] = [next(remaining) if is_linear else None for is_linear in linear]
     residuals, extras = jax.tree.unflatten(structure, args[sum(linear) :])
     return tangents, residuals, extras
 
@@ -194,15 +196,15 @@ def _fp8_dot_tangent_aval(*args: Any, spec: ProductSpec, linear: tuple[bool, ...
     return _fp8_dot_aval(input, kernel, spec=spec)
 
 
-def _aval_of(kept: Any) -> Any:
-    """What is kept of an operand, with the operand's own shape: data may be padded, or have another order."""
-    if isinstance(kept, KernelCopy):
-        aval: Any = kept.data.words
-        return aval.update(shape=shape_of(kept))
-    if isinstance(kept, QuantizedArray):
-        aval = kept.data
-        return aval.update(shape=kept.shape)
-    return kept
+def _aval_of(residual: Any) -> Any:
+    """The abstract value of a residual, with the operand's own shape: data may be padded, or have another order."""
+    if isinstance(residual, KernelOperand):
+        aval: Any = residual.data
+        return aval.update(shape=shape_of(residual))
+    if isinstance(residual, QuantizedArray):
+        aval = residual.data
+        return aval.update(shape=residual.shape)
+    return residual
 
 
 def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...], structure):
@@ -216,8 +218,8 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
     if update:
         require_transposed_state(tangents[2], tangents[1:2])
     gradients, measured = backward(grad, residuals, extras, spec=spec, dtypes=(dx, dw), update=update)
-    of_record = None if measured is None else cotangent(measured, tangents[2])
-    cotangents = [*gradients, *([of_record] if len(linear) > 2 else [])]
+    record_cotangent = None if measured is None else cotangent(measured, tangents[2])
+    cotangents = [*gradients, *([record_cotangent] if len(linear) > 2 else [])]
     undefined = [ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, tangents, strict=True)]
     return [ct for ct, is_linear in zip(undefined, linear, strict=True) if is_linear] + [None] * (
         len(args) - sum(linear)
@@ -227,10 +229,10 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
 def _fp8_dot_tangent_batch(args, axes, *, spec: ProductSpec, linear: tuple[bool, ...], structure):
     """Where JAX differentiates first: folds the mapped axis into the product, as `_fp8_dot_batch` does."""
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-    given, mapped = (TangentArguments(*_unpack(x, linear, structure)) for x in (args, axes))
-    given, spec, out_axis = with_mapped_axis(given, mapped, size, spec)
-    leaves, structure = jax.tree.flatten((given.residuals, given.extras))
-    tangents = [t for t in given.tangents if t is not None]
+    arguments, mapped = (TangentArguments(*_unpack(x, linear, structure)) for x in (args, axes))
+    arguments, spec, out_axis = with_mapped_axis(arguments, mapped, size, spec)
+    leaves, structure = jax.tree.flatten((arguments.residuals, arguments.extras))
+    tangents = [t for t in arguments.tangents if t is not None]
     out = fp8_dot_tangent_p.bind(*tangents, *leaves, spec=spec, linear=linear, structure=structure)
     return _in_front(out, out_axis)
 

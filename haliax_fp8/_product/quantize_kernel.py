@@ -1,4 +1,4 @@
-"""Makes the copies of a kernel that its products take."""
+"""Quantizes a kernel for all of its products."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from .._jax.max_grad import to_float32
 from .._jax.meshes import divided
 from .._jax.xla import gathered_once, transposed_once
 from .._numerics.quantized_array import QuantizedArray
@@ -17,7 +18,7 @@ from .._state.record import in_product
 from .._state.table import numbers_of
 from ..recipes.recipe import USES, ProductName
 from .operands import measured_parts, quantize_operand, round_to, scales_of
-from .quantized_kernel import Bits, KernelCopies, KernelCopy
+from .quantized_kernel import KernelOperand, QuantizedKernel, words_of
 from .spec import ProductSpec
 
 
@@ -27,8 +28,8 @@ def quantize_kernel(
     spec: ProductSpec,
     gathered: PartitionSpec | None = None,
     scale_dtype: np.dtype | None = None,
-) -> KernelCopies[Array] | None:
-    """The copies of a kernel for all products with it; None if none are quantized, or some are rounded at random.
+) -> QuantizedKernel[Array] | None:
+    """A kernel as its products take it; None if none of them quantizes it, or one rounds it at random.
 
     Bit for bit what the products would quantize. Nothing is differentiated: gradients reach the kernel itself.
 
@@ -36,54 +37,56 @@ def quantize_kernel(
         kernel: The kernel; the axes of members come first.
         record: The scales of its op; None for a stateless recipe.
         spec: What is static about its products; the contraction of the kernel's axes alone has to be right.
-        gathered: How the copies are divided over the mesh, by the kernel's axes; None leaves that to XLA.
+        gathered: How the data are divided over the mesh, by the kernel's axes; None leaves that to XLA.
         scale_dtype: The dtype of the state that the scales come from, see `dtype_of_scales`.
     """
     uses = [spec.recipe.uses["kernel", product] for product in USES["kernel"]]
     if any(use.rounding.needs_key for use in uses) or not any(use.scaling.quantizes for use in uses):
         return None
     record = None if record is None else lax.stop_gradient(in_product(record))
-    copies = _copies(lax.stop_gradient(kernel), record, spec=spec, gathered=gathered)
-    return dataclasses.replace(copies, scale_dtype=scale_dtype)
+    quantized = _quantized_for_all(lax.stop_gradient(kernel), record, spec=spec, gathered=gathered)
+    return dataclasses.replace(quantized, scale_dtype=scale_dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "gathered"))
-def _copies(
+def _quantized_for_all(
     kernel: Array, record: Array | None, *, spec: ProductSpec, gathered: PartitionSpec | None
-) -> KernelCopies[Array]:
+) -> QuantizedKernel[Array]:
     kernel = round_to(kernel, spec.compute_dtype)
-    scales, found, copies = scales_of(record, spec), {}, []
+    scales = scales_of(record, spec)
+    arrays: dict[ProductName, QuantizedArray] = {}
+    operands: list[KernelOperand[Array] | None] = []
     for product in USES["kernel"]:
         quantized_for = spec.recipe.quantized_for["kernel", product]
-        if quantized_for not in found:
+        if quantized_for not in arrays:
             quantized = quantize_operand(kernel, "kernel", product, scales, None, (), spec)
             if gathered is not None:
-                # Both copies come from what was gathered: after a transposition, XLA would gather bfloat16.
+                # Both operands come from what was gathered: after a transposition, XLA would gather bfloat16.
                 data = divided(gathered_once(quantized.data), gathered)
                 quantized = dataclasses.replace(quantized, data=data)
-            found[quantized_for] = quantized
-        copies.append(_copy(found[quantized_for], product, spec))
+            arrays[quantized_for] = quantized
+        operands.append(_operand(arrays[quantized_for], product, spec))
     measured = None
     if record is not None and numbers_of(spec.recipe.scalings):
-        parts = measured_parts(kernel, found["fprop"], "kernel", (), spec, record)
-        measured = Bits.of(jnp.max(parts, axis=-1, keepdims=True))
+        parts = measured_parts(kernel, arrays["fprop"], "kernel", (), spec, record)
+        measured = words_of(to_float32(jnp.max(parts, axis=-1, keepdims=True)))
     per_axis = any(spec.recipe.uses["kernel", use].scaling.per_axis for use in USES["kernel"])
     contracted = tuple(spec.contraction.contracted(product)[1] for product in USES["kernel"]) if per_axis else None
-    return KernelCopies(copies[0], copies[1], measured, kernel.dtype, spec.exact_scales, contracted, None)
+    return QuantizedKernel(operands[0], operands[1], measured, kernel.dtype, spec.exact_scales, contracted, None)
 
 
-def _copy(quantized: QuantizedArray, product: ProductName, spec: ProductSpec) -> KernelCopy[Array] | None:
+def _operand(quantized: QuantizedArray, product: ProductName, spec: ProductSpec) -> KernelOperand[Array] | None:
     scaling, leading = spec.recipe.uses["kernel", product].scaling, spec.ensemble
     if not scaling.quantizes:
         return None
     contracted = spec.contraction.contracted(product)[1]
-    kept = [axis for axis in range(quantized.data.ndim - leading) if axis not in contracted]
+    free = [axis for axis in range(quantized.data.ndim - leading) if axis not in contracted]
     # In the order of the kernel, so that axes which lie last already stay where they are.
-    order = (*kept, *sorted(contracted))
+    order = (*free, *sorted(contracted))
     data = quantized.data
     if order != tuple(range(len(order))):
         permutation = (*range(leading), *(leading + axis for axis in order))
         data = transposed_once(data, permutation)
-    scale = None if scaling.stores_scale else Bits.of(quantized.scale)
+    scale = None if scaling.stores_scale else words_of(quantized.scale)
     block = None if quantized.block is None else quantized.block[leading:]
-    return KernelCopy(Bits.of(data), scale, order, block, quantized.scale_bits)
+    return KernelOperand(words_of(data), scale, np.dtype(data.dtype), order, block, quantized.scale_bits)

@@ -30,26 +30,29 @@ def is_exact(a: QuantizedArray, b: QuantizedArray, dtype: np.dtype) -> bool:
 
 
 def dot_times_scale(
-    dot: Callable[[Array, Array, np.dtype], Array],
     a: Float[Array, "..."],
     b: Float[Array, "..."],
     scale: Float32[Array, "*members"],
-    dtype: np.dtype,
     *,
+    dimensions: DotDimensions,
+    precision: lax.PrecisionLike,
+    dtype: np.dtype,
     in_dtype: bool,
 ) -> Float[Array, "..."]:
     """`dot(a, b) * scale`, multiplied in a dtype that holds the scale exactly, or else in float32.
 
     Args:
-        dot: The product of two arrays in a dtype.
         a: The first operand's data.
         b: The second's.
         scale: The product of their scales; where leading axes of the result number members, one for each.
+        dimensions: What is contracted.
+        precision: The precision of the product.
         dtype: The dtype of the result.
         in_dtype: Whether to multiply in it.
     """
     between = dtype if in_dtype else FLOAT32
-    out, scale = dot(a, b, between), lax.convert_element_type(scale, between)
+    out = lax.dot_general(a, b, dimensions.numbers, precision=precision, preferred_element_type=between)
+    scale = lax.convert_element_type(scale, between)
     if scale.ndim:
         scale = lax.broadcast_in_dim(scale, out.shape, range(scale.ndim))
     return lax.convert_element_type(lax.mul(out, scale), dtype)
@@ -67,13 +70,13 @@ def rows_scaled(
         dims: What was contracted.
         dtype: The dtype of the result.
     """
-    batch, kept_a, kept_b = len(dims.lhs_batch), len(dims.lhs_free), len(dims.rhs_free)
-    of_a, of_b = (x.scale if x.scale.ndim else lax.reshape(x.scale, (1,) * x.data.ndim) for x in (a, b))
-    of_a = lax.transpose(of_a, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)
-    of_b = lax.transpose(of_b, dims.rhs_batch + dims.rhs_free + dims.rhs_contract)
-    of_a = lax.reshape(of_a, of_a.shape[: batch + kept_a] + (1,) * kept_b)
-    of_b = lax.reshape(of_b, of_b.shape[:batch] + (1,) * kept_a + of_b.shape[batch : batch + kept_b])
-    out = lax.mul(out, lax.mul(expand(of_a, out.shape), expand(of_b, out.shape)))
+    batch, free_a, free_b = len(dims.lhs_batch), len(dims.lhs_free), len(dims.rhs_free)
+    scale_a, scale_b = (x.scale if x.scale.ndim else lax.reshape(x.scale, (1,) * x.data.ndim) for x in (a, b))
+    scale_a = lax.transpose(scale_a, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)
+    scale_b = lax.transpose(scale_b, dims.rhs_batch + dims.rhs_free + dims.rhs_contract)
+    scale_a = lax.reshape(scale_a, scale_a.shape[: batch + free_a] + (1,) * free_b)
+    scale_b = lax.reshape(scale_b, scale_b.shape[:batch] + (1,) * free_a + scale_b.shape[batch : batch + free_b])
+    out = lax.mul(out, lax.mul(expand(scale_a, out.shape), expand(scale_b, out.shape)))
     return lax.convert_element_type(out, dtype)
 
 
@@ -99,22 +102,22 @@ def members_dot(
         return dot(a.dequantize(), b.dequantize()).astype(dtype)
     out = dot(a.data, b.data)
     if scale is None:
-        of_a, of_b = (x.scale.reshape(x.scale.shape[:batch]) for x in (a, b))
-        scale = of_a * of_b
+        scale_a, scale_b = (x.scale.reshape(x.scale.shape[:batch]) for x in (a, b))
+        scale = scale_a * scale_b
     return (out * scale.reshape(scale.shape + (1,) * (out.ndim - scale.ndim))).astype(dtype)
 
 
 def each_row_scaled(
-    values: Float32[Array, "*rows columns"], of_rows: Float32[Array, "*leading"], dtype: np.dtype
+    values: Float32[Array, "*rows columns"], scale: Float32[Array, "*leading"], dtype: np.dtype
 ) -> Float[Array, "*rows columns"]:
     """A product of groups of rows, or an operand of one, each row or member times the scale of its group.
 
     Args:
         values: The product of the data; or an operand's data, unscaled.
-        of_rows: The scale of each element of the leading axes; of a product, both operands' scales multiplied.
+        scale: The scale of each element of the leading axes; of a product, that of both operands.
         dtype: The dtype of the result.
     """
-    return (values * lax.expand_dims(of_rows, range(of_rows.ndim, values.ndim))).astype(dtype)
+    return (values * lax.expand_dims(scale, range(scale.ndim, values.ndim))).astype(dtype)
 
 
 def scalar(x: Float32[Array, "..."]) -> Float32[Array, ""]:
@@ -142,26 +145,8 @@ def scaled_product(
     """
     params = {"dimensions": dimensions, "precision": precision, "dtype": dtype}
     if not is_exact(a, b, dtype):
-        return multiplied(a.data, b.data, scale, in_dtype=False, **params)
+        return dot_times_scale(a.data, b.data, scale, in_dtype=False, **params)
     return scaled_product_p.bind(*all_varying(a.data, b.data, scale), **params)
-
-
-def multiplied(
-    a: Array,
-    b: Array,
-    scale: Float32[Array, "*members"],
-    *,
-    dimensions: DotDimensions,
-    precision: lax.PrecisionLike,
-    dtype: np.dtype,
-    in_dtype: bool,
-) -> Float[Array, "..."]:
-    """The product as one platform computes it, see `dot_times_scale`."""
-
-    def dot(a: Array, b: Array, dtype: np.dtype) -> Array:
-        return lax.dot_general(a, b, dimensions.numbers, precision=precision, preferred_element_type=dtype)
-
-    return dot_times_scale(dot, a, b, scale, dtype, in_dtype=in_dtype)
 
 
 def aval_of(a: Any, b: Any, scale: Any, *, dimensions: DotDimensions, dtype: np.dtype, **params: Any) -> Any:
@@ -183,7 +168,7 @@ def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, **params: Any) 
 
 
 def _lowered(context: Any, *operands: Any, in_dtype: bool = False, **params: Any) -> Any:
-    product = functools.partial(multiplied, in_dtype=in_dtype, **params)
+    product = functools.partial(dot_times_scale, in_dtype=in_dtype, **params)
     return mlir.lower_fun(product, multiple_results=False)(context, *operands)
 
 

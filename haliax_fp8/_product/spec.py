@@ -62,7 +62,7 @@ class ProductSpec:
         stacked: Whether the layer is one of a stack, from which a scan slices its state.
         index_among_sharers: Which one this is of the layers that share the scale of their input; None if it is alone.
         kernel_residual: Whether the backward pass keeps the kernel's FP8 copy, or quantizes the kernel again.
-        copies: The structure of the kernel's copies, if it was quantized before, see `KernelCopies`; None if not.
+        quantized_kernel: The structure of the `QuantizedKernel`, if the kernel was quantized before; else None.
         ensemble: How many leading axes of every array number independent members, each with its own state.
     """
 
@@ -74,7 +74,7 @@ class ProductSpec:
     stacked: bool = False
     index_among_sharers: int | None = None
     kernel_residual: KernelResidual = KernelResidual.KEEP
-    copies: Any = None
+    quantized_kernel: Any = None
     ensemble: int = 0
 
     @functools.cached_property

@@ -39,7 +39,7 @@ from .operands import (
     scaled_values,
     scales_of,
 )
-from .quantized_kernel import KernelCopies, KernelCopy, array_of
+from .quantized_kernel import KernelOperand, QuantizedKernel
 from .spec import ProductSpec
 
 
@@ -54,14 +54,14 @@ class Residuals(NamedTuple):
         input: The input as quantized for wgrad, its data alone where the state has its scale; the input itself where
             wgrad is in high precision.
         kernel: The kernel as quantized for dgrad, its data alone where the state has its scale; the kernel itself where
-            it is quantized again or dgrad is in high precision; the copy that was made before, if there is one.
+            it is quantized again or dgrad is in high precision; what was quantized before, if it was.
         record: The scales, and below them what was measured of input and kernel, see `pack`; None for a stateless
             recipe.
         key: What random rounding draws from.
     """
 
     input: Array | QuantizedArray
-    kernel: Array | QuantizedArray | KernelCopy[Array]
+    kernel: Array | QuantizedArray | KernelOperand[Array]
     record: Array | None
     key: Array | None
 
@@ -69,30 +69,28 @@ class Residuals(NamedTuple):
         """The scales, and with what was measured; None if there are none, or nothing is."""
         if self.record is None or not numbers_of(spec.recipe.scalings):
             return self.record, None
-        kept = unpack(self.record, record_length(spec.recipe.scalings))
+        state = unpack(self.record, record_length(spec.recipe.scalings))
         # Without this, XLA quantizes experts' kernels for both passes at once, and keeps both.
-        scales = not_kept_from_forward(kept.scales) if spec.contraction.extras else kept.scales
-        return scales, kept
+        scales = not_kept_from_forward(state.scales) if spec.contraction.extras else state.scales
+        return scales, state
 
     def operand(
         self, operand: OperandName, scales: Scales | None, extras: tuple[Array, ...], spec: ProductSpec
     ) -> QuantizedArray:
         """Input or kernel as quantized for the backward pass."""
-        saved = self.input if operand == "input" else self.kernel
+        residual = self.input if operand == "input" else self.kernel
         product = spec.recipe.quantized_for[operand, USES[operand][1]]
-        if isinstance(saved, QuantizedArray | KernelCopy) or operand not in spec.residuals_in_high_precision:
-            return from_residual(saved, operand, product, scales, spec)
+        if isinstance(residual, QuantizedArray | KernelOperand) or operand not in spec.residuals_in_high_precision:
+            return from_residual(residual, operand, product, scales, spec)
         if operand == "kernel":
-            saved = not_kept_from_forward(saved)
-        x = round_to(saved, spec.compute_dtype)
+            residual = not_kept_from_forward(residual)
+        x = round_to(residual, spec.compute_dtype)
         return quantize_operand(x, operand, product, scales, self.key, extras, spec)
 
 
-def residual_array(saved: Any) -> Any:
-    """The array of an operand that was kept, with the operand's axes in front; the others may be in another order."""
-    if isinstance(saved, KernelCopy):
-        return saved.data.words
-    return saved.data if isinstance(saved, QuantizedArray) else saved
+def residual_array(residual: Any) -> Any:
+    """The array of an operand's residual, with the operand's axes in front; the others may be in another order."""
+    return residual.data if isinstance(residual, QuantizedArray | KernelOperand) else residual
 
 
 def forward(
@@ -101,7 +99,7 @@ def forward(
     extras: tuple[Array, ...],
     record: Array | None,
     key: Array | None,
-    copies: KernelCopies[Array] | None,
+    quantized_kernel: QuantizedKernel[Array] | None,
     spec: ProductSpec,
     *,
     rematerialized: bool,
@@ -114,30 +112,26 @@ def forward(
         extras: As in `fp8_dot_general`.
         record: The scales; None for a stateless recipe.
         key: The random key for stochastic rounding.
-        copies: The copies of a kernel that was quantized before; else None.
+        quantized_kernel: The kernel, if it was quantized before; else None.
         spec: What is static.
         rematerialized: Whether this is recomputed right before the backward pass.
     """
-    out, saved, kept_record = _fprop(input, kernel, extras, record, key, copies, spec=spec, differentiated=True)
-    kept_input = _kept(input, saved[0], is_kernel=False, rematerialized=rematerialized)
-    # A copy that was made before is an argument too.
-    own = kernel if copies is None or copies.dgrad is None else copies.dgrad
-    kept_kernel = _kept(own, saved[1], is_kernel=True, rematerialized=rematerialized)
-    return checkpoint_name(out, FP8_OUTPUT), Residuals(kept_input, kept_kernel, kept_record, key)
-
-
-def _kept(x: Any, copy: Residual, *, is_kernel: bool, rematerialized: bool) -> Any:
-    """What the backward pass keeps of an operand, under the name that checkpoint policies use."""
-    if copy is None:
-        # Return the argument itself: routed through `_fprop`, JAX would store it as a result.
-        return x
-    if is_kernel:
-        copy = transposed_separately_on_one(copy)
-    elif rematerialized:
-        # Recomputed right before wgrad transposes it: XLA would do both in one launch.
-        copy = transposed_separately(copy)
-    # A kernel has no name: it is kept to be quantized again.
-    return copy if is_kernel else checkpoint_name(copy, FP8_OPERAND)
+    out, quantized, packed = _fprop(
+        input, kernel, extras, record, key, quantized_kernel, spec=spec, differentiated=True
+    )
+    quantized_input, kernel_for_dgrad = quantized
+    # Where nothing new is kept, the argument itself is: routed through `_fprop`, JAX would store it as a result.
+    if quantized_input is not None:
+        if rematerialized:
+            # Recomputed right before wgrad transposes it: XLA would do both in one launch.
+            quantized_input = transposed_separately(quantized_input)
+        input = checkpoint_name(quantized_input, FP8_OPERAND)
+    if quantized_kernel is not None and quantized_kernel.dgrad is not None:
+        kernel = quantized_kernel.dgrad
+    elif kernel_for_dgrad is not None:
+        # Without a name: checkpoint policies that keep FP8 operands have kernels quantized again.
+        kernel = transposed_separately_on_one(kernel_for_dgrad)
+    return checkpoint_name(out, FP8_OUTPUT), Residuals(input, kernel, packed, key)
 
 
 def fprop_alone(
@@ -146,11 +140,11 @@ def fprop_alone(
     extras: tuple[Array, ...],
     record: Array | None,
     key: Array | None,
-    copies: KernelCopies[Array] | None,
+    quantized_kernel: QuantizedKernel[Array] | None,
     spec: ProductSpec,
 ) -> Array:
     """The output, if no gradient is requested."""
-    return _fprop(input, kernel, extras, record, key, copies, spec=spec, differentiated=False)[0]
+    return _fprop(input, kernel, extras, record, key, quantized_kernel, spec=spec, differentiated=False)[0]
 
 
 @opaque
@@ -160,7 +154,7 @@ def _fprop(
     extras: tuple[Array, ...],
     record: Array | None,
     key: Array | None,
-    copies: KernelCopies[Array] | None,
+    quantized_kernel: QuantizedKernel[Array] | None,
     *,
     spec: ProductSpec,
     differentiated: bool,
@@ -175,49 +169,49 @@ def _fprop(
     scales = scales_of(record, spec)
     with _scope(FPROP, spec):
         quantized = {
-            operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec, copies)
+            operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec, quantized_kernel)
             for operand, x in operands.items()
         }
-        if differentiated and copies is None and spec.keeps_kernel_copy:
-            copy = quantized["kernel"]
-            quantized["kernel"] = dataclasses.replace(copy, data=gathered_once(copy.data))
+        if differentiated and quantized_kernel is None and spec.keeps_kernel_copy:
+            whole = quantized["kernel"]
+            quantized["kernel"] = dataclasses.replace(whole, data=gathered_once(whole.data))
         if differentiated and "input" not in spec.residuals_in_high_precision and "input" in spec.recipe.quantized_once:
-            copy = quantized["input"]
-            quantized["input"] = dataclasses.replace(copy, data=transposed_from_fp8(copy.data))
-        dtype, scale = spec.compute_dtype or spec.out_dtype, scales.of_both("fprop", spec) if scales else None
-        own = quantized["kernel"].scale if scale is None else scale
-        both = _input_per_sharer(quantized["input"], own, spec), quantized["kernel"]
-        out = round_to(spec.batched.product("fprop", both, extras, spec.precision, dtype, scale), spec.out_dtype)
+            whole = quantized["input"]
+            quantized["input"] = dataclasses.replace(whole, data=transposed_from_fp8(whole.data))
+        dtype, scale = spec.compute_dtype or spec.out_dtype, scales.of_product("fprop", spec) if scales else None
+        unshared_scale = quantized["kernel"].scale if scale is None else scale
+        pair = _input_per_sharer(quantized["input"], unshared_scale, spec), quantized["kernel"]
+        out = round_to(spec.batched.product("fprop", pair, extras, spec.precision, dtype, scale), spec.out_dtype)
     if not differentiated:
         return out, (None, None), None
     if record is not None and numbers_of(spec.recipe.scalings):
         parts = [
             measured_parts(x, quantized[operand], operand, extras, spec, record)
-            if operand == "input" or copies is None or copies.measured is None
-            else array_of(copies.measured)
+            if operand == "input" or quantized_kernel is None or quantized_kernel.measured is None
+            else lax.bitcast_convert_type(quantized_kernel.measured, np.float32)
             for operand, x in operands.items()
         ]
         record = pack(record, parts)
-    saved: list[Residual] = []
+    residuals: list[Residual] = []
     for operand, x in operands.items():
         product = spec.recipe.quantized_for[operand, USES[operand][1]]
-        if operand in spec.residuals_in_high_precision or (operand == "kernel" and copies is not None):
-            saved.append(None)
+        if operand in spec.residuals_in_high_precision or (operand == "kernel" and quantized_kernel is not None):
+            residuals.append(None)
             continue
         if product != "fprop":
             # 1-D blocks run along what is contracted, so the other product needs the operand quantized anew; now,
             # while it is there in high precision.
             quantized[operand] = quantize_operand(x, operand, product, scales, key, extras, spec)
-        saved.append(residual_of(quantized[operand], operand, product, spec))
-    return out, (saved[0], saved[1]), record
+        residuals.append(residual_of(quantized[operand], operand, product, spec))
+    return out, (residuals[0], residuals[1]), record
 
 
-def _input_per_sharer(input: QuantizedArray, scale: Array, spec: ProductSpec) -> QuantizedArray:
-    """The input of fprop, kept apart from other layers' products of it by the scale that only this product takes."""
+def _input_per_sharer(input: QuantizedArray, unshared_scale: Array, spec: ProductSpec) -> QuantizedArray:
+    """The input of fprop, kept apart from other layers' products of it by a scale that only this product takes."""
     if spec.index_among_sharers is None or automatic_axes():
         # With a barrier for each product, devices would send each other the operand for each.
         return input
-    return dataclasses.replace(input, data=operand_per_sharer(input.data, scale))
+    return dataclasses.replace(input, data=operand_per_sharer(input.data, unshared_scale))
 
 
 @opaque
@@ -230,7 +224,7 @@ def backward(
     dtypes: tuple[np.dtype | None, np.dtype | None],
     update: bool,
 ) -> tuple[tuple[Array | None, Array | None], Array | None]:
-    """The gradients of input and kernel in the dtypes given (None: not wanted), and if wanted what was measured.
+    """The gradients of input and kernel in the dtypes given (None: not asked for), and what was measured if asked for.
 
     Args:
         grad: The output's gradient.
@@ -238,10 +232,10 @@ def backward(
         extras: What else the contraction needs.
         spec: What is static.
         dtypes: The dtypes of the gradients.
-        update: Whether the state's gradient is wanted.
+        update: Whether to return what was measured.
     """
     grad = round_to(grad, spec.compute_dtype)
-    record, kept = residuals.stored(spec)
+    record, state = residuals.stored(spec)
     scales, quantized = scales_of(record, spec), {}
 
     def grad_for(product: ProductName) -> QuantizedArray:
@@ -262,10 +256,10 @@ def backward(
             # cuBLASLt wants it transposed here. What was gathered for both products has a barrier already.
             separately = transposed_separately if None in dtypes else transposed_separately_on_one
             quantized_grad = dataclasses.replace(quantized_grad, data=separately(quantized_grad.data))
-        both = (quantized_grad, operand) if product == "dgrad" else (operand, quantized_grad)
+        pair = (quantized_grad, operand) if product == "dgrad" else (operand, quantized_grad)
         precision = precision_per_sharer(spec.index_among_sharers) if product == "wgrad" else lax.Precision.HIGHEST
-        scale = scales.of_both(product, spec) if scales else None
-        out = spec.batched.product(product, both, extras, precision, spec.compute_dtype or dtype, scale)
+        scale = scales.of_product(product, spec) if scales else None
+        out = spec.batched.product(product, pair, extras, precision, spec.compute_dtype or dtype, scale)
         return round_to(out, dtype)
 
     with _scope(DGRAD, spec):
@@ -275,10 +269,10 @@ def backward(
     gradients = input_grad, kernel_grad
     if record is None or not update:
         return gradients, None
-    if kept is None:
+    if state is None:
         return gradients, lax.full(record.shape, 0.0, np.float32)
-    of_grad = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, record)
-    amaxes = measured_in_product(kept, of_grad)
+    grad_parts = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, record)
+    amaxes = measured_in_product(state, grad_parts)
     if spec.contraction.state_per_group:
         # A group without rows was not reached.
         has_rows = lax.expand_dims(extras[0] > 0, (amaxes.ndim - 1,))
@@ -303,8 +297,8 @@ def tangent(
     """The output's tangent, `dot(dx, w) + dot(x, dw)`, rounding taken as the identity."""
     scales = scales_of(residuals.stored(spec)[0], spec)
     x, w = (residuals.operand(operand, scales, extras, spec) for operand in OPERANDS["fprop"])
-    given = iter(tangents)
-    dx, dw = (next(given) if is_linear else None for is_linear in linear)
+    remaining = iter(tangents)
+    dx, dw = (next(remaining) if is_linear else None for is_linear in linear)
     terms = []
     if dx is not None:
         kernel_values = scaled_values(w, "kernel", scales, extras, spec)

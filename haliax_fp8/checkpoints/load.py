@@ -13,7 +13,7 @@ import numpy as np
 from .._files.fits import require_fits
 from .._files.header import UNKNOWN
 from ..layers.checks import require_tree
-from ..layers.quantized_kernels import require_no_kernel_copies
+from ..layers.quantized_kernels import require_no_quantized_kernels
 from .checkpoint import AbstractCheckpoint, HostArrays
 from .file import open_equinox, open_file, with_suffix
 from .histories import first_of, fitted, refusal, widths
@@ -101,7 +101,7 @@ def load_into[M](
     """
     checkpoint = open_checkpoint(path, model, made_from)
     require_tree(model, "load_into(model, path)")
-    require_no_kernel_copies(model)
+    require_no_quantized_kernels(model)
     leaves = list(leaves_of(model))
     require_one_each((leaf.name for leaf in leaves if is_saved(leaf.value)), "model")
     shown = "the mapping" if isinstance(path, Mapping) else f"path={os.fspath(path)!r}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import haliax as hax
 import jax
@@ -23,8 +23,7 @@ from .kernel import Features, Kernel, axes_of, count
 from .walk import all_ops, is_op, map_layers_in_stacks, named_ops, rule_of
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Multiplied:
+class BoundKernel(NamedTuple):
     """A kernel as products take it.
 
     Args:
@@ -32,14 +31,14 @@ class Multiplied:
         contraction: Its products, with any input.
         leading: How many axes are in front.
         stack: The axes of the stacks among them, the last ones.
-        own_names: The names of one kernel's axes; None if they have none.
+        axis_names: The names of one kernel's axes; None if they have none.
     """
 
     array: Array
     contraction: AbstractContraction
     leading: int
     stack: tuple[hax.Axis, ...]
-    own_names: tuple[str, ...] | None
+    axis_names: tuple[str, ...] | None
 
 
 def is_floating(kernel: Kernel) -> bool:
@@ -48,7 +47,7 @@ def is_floating(kernel: Kernel) -> bool:
     return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.floating)
 
 
-def multiplied(path: str, kernel: Kernel, stack: tuple[hax.Axis, ...], *, per_axis: bool) -> Multiplied:
+def bind_kernel(path: str, kernel: Kernel, stack: tuple[hax.Axis, ...], *, per_axis: bool) -> BoundKernel:
     """A kernel as its layer hands it to its products.
 
     Args:
@@ -66,13 +65,13 @@ def multiplied(path: str, kernel: Kernel, stack: tuple[hax.Axis, ...], *, per_ax
     if isinstance(kernel.weight, hax.NamedArray):
         in_stack = [axis.name for axis in stack]
         array, contraction = _of_named(kernel, in_stack, len(members))
-        names = tuple(_own_axes(kernel, in_stack))
+        names = tuple(_axes_of_one(kernel, in_stack))
     else:
         array = kernel.weight
         contraction = _of_plain(path, kernel, array.shape[leading:], per_axis=per_axis)
     if kernel.factor != 1.0:
         array = array * kernel.factor
-    return Multiplied(array, contraction, leading, stack, names)
+    return BoundKernel(array, contraction, leading, stack, names)
 
 
 def named_behind(x: Array, stack: Sequence[hax.Axis], leading: int) -> hax.NamedArray:
@@ -92,7 +91,7 @@ def named_behind(x: Array, stack: Sequence[hax.Axis], leading: int) -> hax.Named
 def _of_named(kernel: Kernel, stack: Sequence[str], members: int) -> tuple[jax.Array, AbstractContraction]:
     """The kernel as the layer hands it over, and its products."""
     array, names = kernel.weight.array, kernel.weight.axis_names
-    own = _own_axes(kernel, stack)
+    own = _axes_of_one(kernel, stack)
     order = [names.index(name) + members for name in (*stack, *own)]
     array = jnp.transpose(array, (*range(members), *order))
     if kernel.Experts is not None:
@@ -103,7 +102,7 @@ def _of_named(kernel: Kernel, stack: Sequence[str], members: int) -> tuple[jax.A
     return array, _dot(array.shape[members + len(stack) :], inputs)
 
 
-def _own_axes(kernel: Kernel, stack: Sequence[str]) -> list[str]:
+def _axes_of_one(kernel: Kernel, stack: Sequence[str]) -> list[str]:
     """The names of one kernel's axes, in the order in which the layer hands it over."""
     if kernel.Experts is not None:
         # As `Fp8MoELinear` rearranges it.
@@ -192,34 +191,34 @@ def quantize_kernels[M](model: M, config: Fp8Config | None = None, *, gather: bo
             return layer
         # The same object at two paths stays one object.
         if id(layer) not in done:
-            done[id(layer)] = rule.with_op(layer, _with_copies(path, op, rule.kernel(layer), stack, gather))
+            done[id(layer)] = rule.with_op(layer, _with_quantized_kernel(path, op, rule.kernel(layer), stack, gather))
         return done[id(layer)]
 
     return map_layers_in_stacks(quantized, model, rules)
 
 
-def without_kernel_copies[T](tree: T) -> T:
+def without_quantized_kernels[T](tree: T) -> T:
     """A model, or its gradients, without what `quantize_kernels` added; unchanged if there is nothing.
 
     Args:
         tree: The model, or any tree.
     """
-    if all(op.kernel_copies is None for op in all_ops(tree)):
+    if all(op.quantized_kernel is None for op in all_ops(tree)):
         return tree
-    plain = lambda node: dataclasses.replace(node, kernel_copies=None) if is_op(node) else node
+    plain = lambda node: dataclasses.replace(node, quantized_kernel=None) if is_op(node) else node
     return jax.tree.map(plain, tree, is_leaf=is_op)
 
 
-def require_no_kernel_copies(model: Any, name: str = "model") -> None:
+def require_no_quantized_kernels(model: Any, name: str = "model") -> None:
     """Raises a ValueError if a model that is to last has copies of its kernels, which would not follow its weights.
 
     Args:
         model: A model, or any tree; gradients have no copies.
         name: The argument's name, for the error.
     """
-    if not any(_has_copies(op) for op in all_ops(model)):
+    if not any(_has_quantized_kernel(op) for op in all_ops(model)):
         return
-    paths = [path or "the model itself" for path, op in named_ops(model) if _has_copies(op)]
+    paths = [path or "the model itself" for path, op in named_ops(model) if _has_quantized_kernel(op)]
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     raise ValueError(
         f"{name} has quantized kernels, in {', '.join(paths[:3])}{more}: copies of the weights of one step, which do "
@@ -228,25 +227,25 @@ def require_no_kernel_copies(model: Any, name: str = "model") -> None:
     )
 
 
-def _has_copies(op: Fp8DotGeneral) -> bool:
+def _has_quantized_kernel(op: Fp8DotGeneral) -> bool:
     # In gradients there is None instead, or JAX's arrays without elements.
-    leaves = jax.tree.leaves(op.kernel_copies)
+    leaves = jax.tree.leaves(op.quantized_kernel)
     return any(getattr(leaf, "dtype", None) != jax.dtypes.float0 for leaf in leaves)
 
 
-def _with_copies(
+def _with_quantized_kernel(
     path: str, op: Fp8DotGeneral, kernel: Kernel, stack: tuple[hax.Axis, ...], gather: bool
 ) -> Fp8DotGeneral:
     if not is_floating(kernel) or op.state_per_group:
         return op
     per_axis = any(op.recipe.uses["kernel", product].scaling.per_axis for product in ("fprop", "dgrad"))
-    found = multiplied(path, kernel, stack, per_axis=per_axis)
-    names, leading = tuple(axis.name for axis in found.stack), found.leading
+    bound = bind_kernel(path, kernel, stack, per_axis=per_axis)
+    names, leading = tuple(axis.name for axis in bound.stack), bound.leading
     whole = PartitionSpec()
-    if found.own_names is not None:
-        axes = (*names, *found.own_names)
+    if bound.axis_names is not None:
+        axes = (*names, *bound.axis_names)
         members = leading - len(names)
         whole = PartitionSpec(*(None for _ in range(members)), *map(physical_axis_name, axes))
-    copies = op.quantized_kernel(found.array, found.contraction, leading, whole if gather else None)
-    named = lambda x: named_behind(x, found.stack, leading)
-    return dataclasses.replace(op, kernel_copies=jax.tree.map(named, copies))
+    quantized = op.quantize_kernel(bound.array, bound.contraction, leading, whole if gather else None)
+    named = lambda x: named_behind(x, bound.stack, leading)
+    return dataclasses.replace(op, quantized_kernel=jax.tree.map(named, quantized))

@@ -21,7 +21,7 @@ from .._product.operands import quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
 from .._state.op_state import OpState
 from ..layers.checks import table_on_host, uncalibrated_operands, unrecorded_operands
-from ..layers.quantized_kernels import Multiplied, is_floating, multiplied, named_behind
+from ..layers.quantized_kernels import BoundKernel, bind_kernel, is_floating, named_behind
 from ..layers.rule import LayerRule
 from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling import MXFP8Scaling, OperandUse
@@ -60,72 +60,72 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
             f"{name} has a scale for each expert (scale_per_expert=True), but scheme={scheme} uses only that of the "
             f"{scheme.stored[0]}; use 'static', which uses both, or one that computes scales, such as 'dynamic'"
         )
-    found = multiplied(path, kernel, stack, per_axis=scheme.kernel.per_axis)
-    _require_finite(name, found.array)
+    bound = bind_kernel(path, kernel, stack, per_axis=scheme.kernel.per_axis)
+    _require_finite(name, bound.array)
     compute_dtype = None if op is None else op.compute_dtype
     spec, state = None, None
     if scheme.stored:
         op = _with_scales(name, op, scheme)
         assert isinstance(op.state, OpState)
-        contraction = RaggedContraction(state_per_group=True) if per_expert else found.contraction
-        spec, state = _spec_of(op, op.state, contraction, found), to_float32(op.state.record)
+        contraction = RaggedContraction(state_per_group=True) if per_expert else bound.contraction
+        spec, state = _spec_of(op, op.state, contraction, bound), to_float32(op.state.record)
         scheme = dataclasses.replace(scheme, format=op.recipe.kernel.format)
     quantized, input_scale = _quantized(
-        found.array,
+        bound.array,
         state,
         spec=spec,
         scheme=scheme,
-        contraction=found.contraction,
-        leading=found.leading,
+        contraction=bound.contraction,
+        leading=bound.leading,
         compute_dtype=compute_dtype,
     )
-    contracted = found.contraction.contracted("fprop")[1]
-    ndim = quantized.data.ndim - found.leading
+    contracted = bound.contraction.contracted("fprop")[1]
+    ndim = quantized.data.ndim - bound.leading
     order = (*(axis for axis in range(ndim) if axis not in contracted), *sorted(contracted))
     data = quantized.data
     if order != tuple(range(ndim)):
-        data = jnp.transpose(data, (*range(found.leading), *(found.leading + axis for axis in order)))
-    named = functools.partial(named_behind, stack=found.stack, leading=found.leading)
+        data = jnp.transpose(data, (*range(bound.leading), *(bound.leading + axis for axis in order)))
+    named = functools.partial(named_behind, stack=bound.stack, leading=bound.leading)
     return ServedKernel(
         named(lax.bitcast_convert_type(data, jnp.uint8)),
-        _named_scale(quantized, found, scheme, per_expert=per_expert),
+        _named_scale(quantized, bound, scheme, per_expert=per_expert),
         None if input_scale is None else named(lax.bitcast_convert_type(input_scale, jnp.uint32)),
         scheme,
         order,
         contracted,
-        None if quantized.block is None else quantized.block[found.leading :],
+        None if quantized.block is None else quantized.block[bound.leading :],
         quantized.scale_bits,
         compute_dtype,
-        np.dtype(found.array.dtype),
+        np.dtype(bound.array.dtype),
         _origin(scheme),
         per_expert=per_expert,
     )
 
 
-def _named_scale(quantized: QuantizedArray, found: Multiplied, scheme: Scheme, *, per_expert: bool) -> hax.NamedArray:
+def _named_scale(quantized: QuantizedArray, bound: BoundKernel, scheme: Scheme, *, per_expert: bool) -> hax.NamedArray:
     scale = quantized.scale
     if per_expert:
-        scale = scale.reshape(scale.shape[: found.leading + 1])
+        scale = scale.reshape(scale.shape[: bound.leading + 1])
     # One scale per layer, whatever the rank of its kernel, so that a stack can be divided into layers.
-    if quantized.block is None and scale.size == np.prod(found.array.shape[: found.leading], dtype=int):
-        scale = scale.reshape(found.array.shape[: found.leading])
+    if quantized.block is None and scale.size == np.prod(bound.array.shape[: bound.leading], dtype=int):
+        scale = scale.reshape(bound.array.shape[: bound.leading])
     if isinstance(scheme.kernel, MXFP8Scaling):
         scale = exponent_of(scale)
     else:
         scale = lax.bitcast_convert_type(scale, jnp.uint32)
-    return named_behind(scale, found.stack, found.leading)
+    return named_behind(scale, bound.stack, bound.leading)
 
 
-def _spec_of(op: Fp8DotGeneral, state: OpState, contraction: Any, found: Multiplied) -> ProductSpec:
+def _spec_of(op: Fp8DotGeneral, state: OpState, contraction: Any, bound: BoundKernel) -> ProductSpec:
     """The product of the next step."""
     return ProductSpec(
         recipe=op.recipe,
         contraction=contraction,
         compute_dtype=op.compute_dtype,
-        out_dtype=op.compute_dtype or np.dtype(found.array.dtype),
+        out_dtype=op.compute_dtype or np.dtype(bound.array.dtype),
         precision=lax.Precision.DEFAULT,
         # Experts that each have a state are members of an ensemble.
-        ensemble=found.leading + contraction.state_per_group,
+        ensemble=bound.leading + contraction.state_per_group,
     )
 
 

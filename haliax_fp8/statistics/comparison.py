@@ -19,7 +19,7 @@ from .._op import Fp8DotGeneral
 from .._printing import DottedName, Printable, new_table
 from ..layers.checks import check_not_modified, require_calibrated, require_layers
 from ..layers.config import default_rules
-from ..layers.quantized_kernels import require_no_kernel_copies
+from ..layers.quantized_kernels import require_no_quantized_kernels
 from ..layers.rule import LayerRule
 from ..layers.walk import all_ops, find_layers, is_op, map_layers_in_stacks, nothing_to_convert, rule_of
 from ..recipes.catalog import named
@@ -308,7 +308,7 @@ def compare(
     for name, model in (("plain", plain), ("converted", converted)):
         require_layers(model, "compare(plain, converted, function, *batch)", name)
     check_not_modified(converted)
-    require_no_kernel_copies(converted)
+    require_no_quantized_kernels(converted)
     require_calibrated(converted)
     found = find_layers(converted, rules)
     twins = {path: twin for path, (layer, stack) in found.items() if (twin := _twin(layer, stack, rules)) is not None}

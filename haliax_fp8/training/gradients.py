@@ -18,7 +18,7 @@ from .._jax.errors import (
 )
 from .._jax.max_grad import LOST_STATE, StateOutsideJit, is_max_grad, to_float32
 from .._jax.used import UsedArguments, depends_on, tagged
-from .._product.quantized_kernel import KernelCopies
+from .._product.quantized_kernel import QuantizedKernel
 from .._state.op_state import OpState, OverwriteWithGradient, is_state
 from .._state.update import complete_states, record_states, records_of_part
 from ..layers.checks import require_calibrated
@@ -260,7 +260,7 @@ class _ValueAndGrad(eqx.Module):
             used = _require_none_lost(reached.missing, is_read_by_loss, indices, missing_in_plain_gradient)
         gradients = _replaced(gradients, indices, self.complete(states, [gradients[i] for i in indices]))
         # Copies of kernels are those of this step's weights, which have the gradient.
-        gradients = [None if isinstance(leaf, KernelCopies) else leaf for leaf in gradients]
+        gradients = [None if isinstance(leaf, QuantizedKernel) else leaf for leaf in gradients]
         gradients = jax.tree.unflatten(structure, gradients)
         return value, gradients if used is None else with_calls(gradients, jax.tree.unflatten(structure, used))
 
@@ -321,7 +321,7 @@ def _require_none_lost(
 
 
 def _is_state_or_copies(node: Any) -> bool:
-    return isinstance(node, OverwriteWithGradient | KernelCopies)
+    return isinstance(node, OverwriteWithGradient | QuantizedKernel)
 
 
 def _is_differentiated(leaf: Any) -> bool:

@@ -26,7 +26,7 @@ from ..layers.checks import (
 )
 from ..layers.config import Fp8Config, default_rules
 from ..layers.describe import describe, recipes_of
-from ..layers.quantized_kernels import quantize_kernels, require_no_kernel_copies
+from ..layers.quantized_kernels import quantize_kernels, require_no_quantized_kernels
 from ..layers.rule import LayerRule
 from ..layers.served import require_weights
 from ..layers.walk import all_ops, is_op
@@ -144,7 +144,7 @@ class TrainStep(eqx.Module):
             _logger.info(describe(model).summary)
         check_not_modified(model)
         require_whole_state(model)
-        require_no_kernel_copies(model)
+        require_no_quantized_kernels(model)
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
         opt_state = self.optimizer.init(trainable_part(model))
@@ -194,7 +194,7 @@ class TrainStep(eqx.Module):
             True
         """
         require_call(self.loss_fn, batch, key, loss_key, call="step.calibrate(model, *batch)", before=())
-        require_no_kernel_copies(model)
+        require_no_quantized_kernels(model)
         inputs = StepInput(batch, key, loss_key)
         require_usable(batch, "batch")
         model = recorded(model, lambda observed: _overwrites((self._without_monitor, inputs), observed))
@@ -284,7 +284,7 @@ def _checked_ops(structure: Any) -> _Ops:
     """
     # Every leaf becomes its position.
     model, _ = jax.tree.unflatten(structure, range(structure.num_leaves))
-    require_no_kernel_copies(model)
+    require_no_quantized_kernels(model)
     require_whole_state(model)
     tables: list[Any] = [op.state.table.array for op in all_ops(model) if op.state is not None]
     # Static scales may be in another part.

@@ -26,7 +26,7 @@ from ..layers.checks import (
     table_on_host,
 )
 from ..layers.describe import with_calls_of
-from ..layers.quantized_kernels import require_no_kernel_copies, without_kernel_copies
+from ..layers.quantized_kernels import require_no_quantized_kernels, without_quantized_kernels
 
 
 def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
@@ -52,7 +52,7 @@ def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
     """
     if tree is not None:
         require_tree(tree, "partition_for_grad_overwrite(model)", "tree")
-    require_no_kernel_copies(tree, "tree")
+    require_no_quantized_kernels(tree, "tree")
     return split_state(tree)
 
 
@@ -62,7 +62,7 @@ def split_state[T](tree: T) -> tuple[T, T]:
     Args:
         tree: The model, or its gradients.
     """
-    return haxq.partition_for_grad_overwrite(without_kernel_copies(tree))
+    return haxq.partition_for_grad_overwrite(without_quantized_kernels(tree))
 
 
 def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
@@ -89,7 +89,7 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
     check_not_modified(module)
     require_calibrated(module)
     require_whole_state(module)
-    require_no_kernel_copies(module, "module")
+    require_no_quantized_kernels(module, "module")
     return _applied(module, updates, overwrites, overwrite_states)
 
 
@@ -290,7 +290,7 @@ def incremental_update[M](new: M, old: M, step_size: Any) -> M:
     """
     for name, model in (("new", new), ("old", old)):
         require_model(model, "incremental_update(new, old, step_size)", name)
-        require_no_kernel_copies(model, name)
+        require_no_quantized_kernels(model, name)
     check_not_modified(new)
     trained, average = cast(Any, trainable_part(new)), cast(Any, trainable_part(old))
     try:
@@ -313,7 +313,7 @@ def trainable[M](model: M) -> M:
         [(2, 3), (2,)]
     """
     require_model(model, "trainable(model)")
-    require_no_kernel_copies(model)
+    require_no_quantized_kernels(model)
     return trainable_part(model)
 
 

@@ -34,7 +34,7 @@ CHANGES = (
     Change(
         "a kernel is quantized again without the compute dtype",
         "_product/three_products.py",
-        "x = round_to(saved, spec.compute_dtype)\n        return quantize_operand(x, operand",
+        "x = round_to(residual, spec.compute_dtype)\n        return quantize_operand(x, operand",
         "x = saved\n        return quantize_operand(x, operand",
         ("test_kernel_residual.py",),
     ),
@@ -83,14 +83,14 @@ CHANGES = (
     Change(
         "a device takes the sizes of groups for those of its own rows",
         "_product/grouped/divided.py",
-        "own = jnp.clip(ends - first, 0, here) - jnp.clip(ends - inside - first, 0, here)",
+        "sizes_here = jnp.clip(ends - first, 0, here) - jnp.clip(ends - inside - first, 0, here)",
         "own = inside",
         ("test_experts.py::test_divided_products_are_whole_ones",),
     ),
     Change(
         "devices that have the same rows all multiply them",
         "_product/grouped/divided.py",
-        'whole=self.whole, otherwise="row"',
+        'whole=self.whole, free_factor="row"',
         "whole=self.whole",
         ("test_experts.py::test_each_device_multiplies_its_share_of_the_rows",),
     ),
@@ -163,22 +163,22 @@ CHANGES = (
     Change(
         "a model with quantized kernels is trained further",
         "training/updates.py",
-        'require_no_kernel_copies(module, "module")',
+        'require_no_quantized_kernels(module, "module")',
         "pass",
         ("test_kernel_quantization.py::test_a_model_with_copies_is_not_trained_or_saved",),
     ),
     Change(
         "fprop ignores the precision that is asked for",
         "_product/three_products.py",
-        'product("fprop", both, extras, spec.precision, dtype, scale)',
-        'product("fprop", both, extras, lax.Precision.DEFAULT, dtype, scale)',
+        'product("fprop", pair, extras, spec.precision, dtype, scale)',
+        'product("fprop", pair, extras, lax.Precision.DEFAULT, dtype, scale)',
         ("test_dot_general.py::test_precision_is_that_of_fprop",),
     ),
     Change(
         "the output gradient is not rounded to the compute dtype",
         "_product/three_products.py",
-        "grad = round_to(grad, spec.compute_dtype)\n    record, kept",
-        "record, kept",
+        "grad = round_to(grad, spec.compute_dtype)\n    record, state",
+        "record, state",
         ("test_dot_general.py::test_the_output_gradient_is_rounded_to_the_compute_dtype_first",),
     ),
     Change(
@@ -205,7 +205,7 @@ CHANGES = (
     Change(
         "dgrad and wgrad are exchanged where the kernel comes first",
         "_product/contraction.py",
-        "dgrad, wgrad = (of_rhs, of_lhs) if contraction.kernel_first else (of_lhs, of_rhs)",
+        "dgrad, wgrad = (rhs_grad, lhs_grad) if contraction.kernel_first else (lhs_grad, rhs_grad)",
         "dgrad, wgrad = of_lhs, of_rhs",
         (
             "test_statistics.py",
@@ -278,8 +278,8 @@ CHANGES = (
     Change(
         "scales of batched rows are transposed wrongly",
         "_product/scaled_product.py",
-        "lax.transpose(of_a, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)",
-        "lax.transpose(of_a, dims.lhs_free + dims.lhs_batch + dims.lhs_contract)",
+        "lax.transpose(scale_a, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)",
+        "lax.transpose(scale_a, dims.lhs_free + dims.lhs_batch + dims.lhs_contract)",
         ("test_kernels_first.py",),
     ),
     Change(
@@ -660,21 +660,21 @@ CHANGES = (
     Change(
         "a cast of state after its kernel was quantized is not noticed",
         "_product/quantized_kernel.py",
-        "if scale_dtype is not None and copies.scale_dtype not in (None, scale_dtype):",
+        "if scale_dtype is not None and quantized.scale_dtype not in (None, scale_dtype):",
         "if False:",
         ("test_kernel_quantization.py::test_copies_of_another_kernel",),
     ),
     Change(
         "rows beyond the last group enter the amax",
         "_product/operands.py",
-        "of_rows = jnp.where(used, of_rows, np.asarray(0.0, of_rows.dtype))",
+        "rows_measured = jnp.where(used, rows_measured, np.asarray(0.0, rows_measured.dtype))",
         "of_rows = of_rows",
         ("test_grouped_products.py::test_rows_beyond_the_last_group_enter_no_amax",),
     ),
     Change(
         "rows beyond the last group enter the scale of a tensor that is measured now",
         "_product/operands.py",
-        "valid_rows=None if scaling.stores_scale else _used(x, operand, extras, spec)",
+        "valid_rows=None if scaling.stores_scale else _valid_rows(x, operand, extras, spec)",
         "valid_rows=None",
         ("test_grouped_products.py::test_what_rows_beyond_the_last_group_hold_changes_nothing",),
     ),
@@ -1086,8 +1086,8 @@ CHANGES = (
     Change(
         "a GPU without FP8 gets Triton kernels that multiply FP8",
         "_product/blocks.py",
-        "Means.SCALED_DOT if has_fp8 and not of_vector else",
-        "Means.SCALED_DOT if not of_vector else",
+        "Means.SCALED_DOT if has_fp8 and not has_vector else",
+        "Means.SCALED_DOT if not has_vector else",
         ("test_widened_operands.py::test_what_multiplies_blocks",),
     ),
     Change(

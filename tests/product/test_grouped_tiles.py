@@ -84,7 +84,7 @@ def test_visits_of_a_tpu_meet_each_row_of_each_group_once(sizes):
     total = len(sizes) * ROWS
     length = -(-total // TILE.rows) * TILE.rows
     for of_rows in (True, False):
-        made = make_visits(jnp.array(sizes, jnp.int32), ROWS, length, TILE.rows, of_rows=of_rows)
+        made = make_visits(jnp.array(sizes, jnp.int32), ROWS, length, TILE.rows, by_row=of_rows)
         found, order = np.full(total, -1), []
         firsts, lasts = Counter(), Counter()
         for tile, group, begin, end, edge, multiplies in zip(*map(np.asarray, made), strict=True):

@@ -252,7 +252,7 @@ def test_stacks_experts_ensembles_and_heads(recipe):
     @eqx.filter_jit
     def both(model, x):
         quantized = quantize_kernels(model)
-        assert all(op.kernel_copies is not None for op in ops(quantized))
+        assert all(op.quantized_kernel is not None for op in ops(quantized))
         return [gradient(m, x) for m in (model, quantized)]
 
     expected, actual = both(model, x)
@@ -326,7 +326,7 @@ def test_kernels_rounded_at_random_stay_as_they_are():
     random = Quantization(E4M3, CurrentScaling(), Rounding.STOCHASTIC)
     recipe = dataclasses.replace(fp8.Recipe.of(CurrentScaling()), kernel=random)
     model = fp8_linear_layers(Model.init(), recipe=recipe)
-    assert all(op.kernel_copies is None for op in ops(quantize_kernels(model)))
+    assert all(op.quantized_kernel is None for op in ops(quantize_kernels(model)))
 
 
 @pytest.mark.more
@@ -336,7 +336,7 @@ def test_products_in_high_precision_have_no_copy():
     recipe = dataclasses.replace(base, kernel_for_dgrad=high, output_grad=high, output_grad_for_wgrad=base.output_grad)
     model = fp8_linear_layers(Model.init(), recipe=recipe)
     quantized, batch = quantize_kernels(model), inputs_and_gradients()
-    assert all(op.kernel_copies.dgrad is None and op.kernel_copies.fprop is not None for op in ops(quantized))
+    assert all(op.quantized_kernel.dgrad is None and op.quantized_kernel.fprop is not None for op in ops(quantized))
     gradient = eqx.filter_jit(fp8.filter_grad(loss_fn))
     assert_same(gradient(quantized, batch), gradient(model, batch))
     plain = Model.init()
@@ -380,7 +380,7 @@ def test_layers_of_your_own():
     for recipe, rule in (("rowwise", given), ("delayed", unknown), ("delayed", wrong)):
         model = convert(rule, recipe=recipe)
         copied = made(model, rule)
-        assert copied.op.kernel_copies is not None
+        assert copied.op.quantized_kernel is not None
         np.testing.assert_array_equal(copied(x), model(x))
     rowwise = convert(unknown, recipe="rowwise")
     with pytest.raises(ValueError, match=r"does not show what its product sums over.*contracted="):
@@ -388,7 +388,7 @@ def test_layers_of_your_own():
     with pytest.raises(ValueError, match=r"summed over axes \(0,\) in fprop.*contracted=\(0,\)"):
         made(rowwise, wrong)(x)
     # Without the rule, there is no layer to look for.
-    assert quantize_kernels(rowwise).op.kernel_copies is None
+    assert quantize_kernels(rowwise).op.quantized_kernel is None
 
 
 class PerHead(Dense):
@@ -416,7 +416,7 @@ def test_batched_kernels_have_copies_where_scales_do_not_run_along_a_sum():
     for recipe in ("delayed", "deepseek"):
         model = fp8_linear_layers(PerHead(weight), dataclasses.replace(config, recipe=recipe))
         copied = quantize_kernels(model, config)
-        assert copied.op.kernel_copies is not None
+        assert copied.op.quantized_kernel is not None
         assert_same(loss(copied, x), loss(model, x))
     rowwise = fp8_linear_layers(PerHead(weight), dataclasses.replace(config, recipe="rowwise"))
     with pytest.raises(ValueError, match=r"kernel has batch axes \(0,\),.*under vmap over its batch"):

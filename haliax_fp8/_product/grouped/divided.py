@@ -81,8 +81,8 @@ def _part(*leaves: Array, work: OneDevice, structure: Any, rows: int, axes: tupl
     first = lax.axis_index(axes) * here if axes else 0
     inside = within_bounds(sizes, rows)
     ends = jnp.cumsum(inside, axis=-1)
-    own = jnp.clip(ends - first, 0, here) - jnp.clip(ends - inside - first, 0, here)
-    return work(a, b, own, None if scale is None else scale[..., 0])
+    sizes_here = jnp.clip(ends - first, 0, here) - jnp.clip(ends - inside - first, 0, here)
+    return work(a, b, sizes_here, None if scale is None else scale[..., 0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,17 +109,17 @@ class _Factors:
         members = tuple(f"member{i}" for i in range(batch))
         *data, out = ((*members, *factors) for factors in _DATA[product])
         a, b, group_sizes, scale = jax.tree.unflatten(structure, shapes)
-        sizes, of_scales = {"group": group_sizes[-1]}, {}
+        sizes, blocks_of = {"group": group_sizes[-1]}, {}
         for x, factors in zip((a, b), data, strict=True):
             sizes |= dict(zip(factors, x.data, strict=True))
             for axis, (factor, count) in enumerate(zip(factors, x.scale, strict=True)):
                 block = sizes[factor] // count if x.block is None else x.block[axis]
-                of_scales.setdefault(factor, set()).update({(count, block)} if count > 1 else ())
+                blocks_of.setdefault(factor, set()).update({(count, block)} if count > 1 else ())
         blocks, whole = {}, {"group"}
-        for factor, found in of_scales.items():
-            if found <= {(sizes[factor], 1)}:
+        for factor, shapes_of_blocks in blocks_of.items():
+            if shapes_of_blocks <= {(sizes[factor], 1)}:
                 continue
-            ((count, block), *others) = found
+            ((count, block), *others) = shapes_of_blocks
             if others or count * block != sizes[factor]:
                 whole.add(factor)
             else:
@@ -127,9 +127,9 @@ class _Factors:
         leaves = []
         for name, x, factors in zip("ab", (a, b), data, strict=True):
             # A factor of its own where all have the same scale, or blocks do not fit.
-            own = [f"{name}{axis}" for axis in range(len(factors))]
+            alone = [f"{name}{axis}" for axis in range(len(factors))]
             scaled = [sizes[factor] == count > 1 for factor, count in zip(factors, x.scale, strict=True)]
-            leaves += [factors, tuple(f if fits else o for f, o, fits in zip(factors, own, scaled, strict=True))]
+            leaves += [factors, tuple(f if fits else o for f, o, fits in zip(factors, alone, scaled, strict=True))]
         leaves.append((*members, "size"))
         if scale is not None:
             leaves.append((*members, *(["size"] if len(scale) == batch + 2 else []), "one"))
@@ -142,9 +142,9 @@ class _Factors:
         """
         in_blocks = lambda factor: f"({factor} {factor}element)" if factor in self.blocks else factor
         data = lambda factors: " ".join(map(in_blocks, factors))
-        a, of_a, b, of_b, *others = self.leaves
-        of_rows = lambda text: re.sub(r"\b(input|output)(element)?\b", r"\1a\2", text) if product != "wgrad" else text
-        arrays = of_rows(data(a)), of_rows(" ".join(of_a)), data(b), " ".join(of_b)
+        a, scale_a, b, scale_b, *others = self.leaves
+        renamed = lambda text: re.sub(r"\b(input|output)(element)?\b", r"\1a\2", text) if product != "wgrad" else text
+        arrays = renamed(data(a)), renamed(" ".join(scale_a)), data(b), " ".join(scale_b)
         return f"{', '.join([*arrays, *(' '.join(factors) for factors in others)])} -> {data(self.out)}"
 
     def named(self, product: ProductName) -> dict[str, Any]:
@@ -153,8 +153,10 @@ class _Factors:
         elements = {f"{name}element": size for factor, size in self.blocks.items() for name in names(factor)}
         elements = {name: size for name, size in elements.items() if name in rule}
         # Scales of blocks that do not fit, too.
-        of_scales = {factor for factors in (self.leaves[1], self.leaves[3]) for factor in factors} - {*self.sizes}
-        whole = {"size", *elements, *of_scales, *(name for factor in self.whole for name in names(factor))} - {"group"}
+        scale_factors = {factor for factors in (self.leaves[1], self.leaves[3]) for factor in factors} - {*self.sizes}
+        whole = {"size", *elements, *scale_factors, *(name for factor in self.whole for name in names(factor))} - {
+            "group"
+        }
         return {**elements, **special_factors(rule, ["row"] if product == "wgrad" else [], whole)}
 
     def partition(
@@ -166,13 +168,13 @@ class _Factors:
         """
         del whole
         a, b = Held.of(args[0], self.leaves[0]), Held.of(args[2], self.leaves[2])
-        division = Division.of(mesh, (a, b), Held.of(result, self.out), self.sizes, whole=self.whole, otherwise="row")
+        division = Division.of(mesh, (a, b), Held.of(result, self.out), self.sizes, whole=self.whole, free_factor="row")
 
         def on_each(*leaves: Array) -> Array:
             rows, axes = self.sizes["row"] * self.blocks.get("row", 1), division.axes["row"]
             return division.finished(_part(*leaves, work=work, structure=structure, rows=rows, axes=axes))
 
-        return mesh, on_each, division.of_result, tuple(map(division.sharding, self.leaves))
+        return mesh, on_each, division.result_sharding, tuple(map(division.sharding, self.leaves))
 
 
 def _aval(*leaves: Any, work: OneDevice, structure: Any, platform: str) -> Any:

@@ -76,7 +76,7 @@ def grouped_product(
     group_sizes: Int[Array, "*members groups"],
     precision: lax.PrecisionLike,
     dtype: np.dtype,
-    of_groups: Float32[Array, "*members groups"] | None = None,
+    group_scale: Float32[Array, "*members groups"] | None = None,
 ) -> Float[Array, "..."]:
     """fprop, dgrad or wgrad of groups, by a device's implementation.
 
@@ -88,20 +88,20 @@ def grouped_product(
         group_sizes: How many rows each group has.
         precision: DEFAULT lets Hopper's tensor cores add up with fewer bits than float32 has.
         dtype: The dtype of the result.
-        of_groups: The scale of both operands for each group, instead of theirs.
+        group_scale: The scale of both operands for each group, instead of theirs.
 
     Raises:
         ValueError: If the implementation does not take the scales of the operands.
     """
     *members, groups = group_sizes.shape
-    if of_groups is None:
-        of_groups = _of_groups(a, b, group_sizes.shape, is_wgrad=product == "wgrad")
-    if members and of_groups is None:
+    if group_scale is None:
+        group_scale = _scale_of_groups(a, b, group_sizes.shape, is_wgrad=product == "wgrad")
+    if members and group_scale is None:
         # Rows and columns have scales, other ones for each member.
         one = lambda member: grouped_product(implementation, product, member[0], member[1], member[2], precision, dtype)
         return lax.map(one, (a, b, group_sizes))
     sizes = within_bounds(group_sizes.reshape(-1, groups), a.data.shape[len(members)])
-    flat = None if of_groups is None else of_groups.reshape(-1)
+    flat = None if group_scale is None else group_scale.reshape(-1)
     if implementation is GroupedImplementation.TPU:
         from .tpu import tpu_product
 
@@ -123,7 +123,7 @@ class _Work:
         implementation: What multiplies.
         sizes: Of each member's groups.
         rows: How many rows a member has.
-        of_groups: The scale of both operands for each group; None if rows and columns have their own.
+        group_scale: The scale of both operands for each group; None if rows and columns have their own.
         fast: Whether fewer bits will do for the sum.
         dtype: The dtype of the result.
     """
@@ -131,7 +131,7 @@ class _Work:
     implementation: GroupedImplementation
     sizes: Int32[Array, "members groups"]
     rows: int
-    of_groups: Float32[Array, " all_groups"] | None
+    group_scale: Float32[Array, " all_groups"] | None
     fast: bool
     dtype: np.dtype
 
@@ -144,18 +144,18 @@ class _Work:
         # Tensor cores read FP8 along the sum.
         kernel = jnp.swapaxes(kernel, 1, 2) if inputs_are_summed else kernel
         columns, pieces, vectors = kernel.shape[1], 1, ()
-        if self.of_groups is None:
+        if self.group_scale is None:
             pieces = self._pieces((a, 1), (b, 1 if inputs_are_summed else 2))
             shape = (pieces, columns) if inputs_are_summed else (columns, pieces)
-            of_columns = lines(b, (self.sizes.size, *shape))
-            vectors = lines(a, (self.rows, pieces)).T, jnp.moveaxis(of_columns, 1 if inputs_are_summed else 2, 0)
+            column_scales = lines(b, (self.sizes.size, *shape))
+            vectors = lines(a, (self.rows, pieces)).T, jnp.moveaxis(column_scales, 1 if inputs_are_summed else 2, 0)
         fast = self.fast and pieces == 1
         tile = self._tile(x.dtype, columns, depth, fast=fast, blocks=pieces > 1)
         total = len(x)
         x, kernel = padded(x, (ROWS, tile.depth), least=tile.rows), padded(kernel, (1, tile.columns, tile.depth))
         if vectors:
-            of_columns = padded(vectors[1], (1, 1, tile.columns)).reshape(pieces, -1)
-            vectors = padded(vectors[0].T, (ROWS, 1), least=tile.rows).T, of_columns
+            column_scales = padded(vectors[1], (1, 1, tile.columns)).reshape(pieces, -1)
+            vectors = padded(vectors[0].T, (ROWS, 1), least=tile.rows).T, column_scales
         jobs = rows_jobs(self.sizes, self.rows, len(x), kernel.shape[1], tile, x.shape[1])
         shape, kernel = (len(x), kernel.shape[1]), kernel.reshape(-1, kernel.shape[2])
         out = self._run(x, kernel, jobs, vectors, shape, tile, fast=fast, whole=False)
@@ -166,7 +166,7 @@ class _Work:
         x, y = alike(a.data, b.data)
         x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         width, columns, pieces, vectors = x.shape[1], y.shape[1], 1, ()
-        if self.of_groups is None:
+        if self.group_scale is None:
             pieces = self._pieces((a, 0), (b, 0))
             vectors = lines(a, (pieces, width)), lines(b, (pieces, columns))
         tile = self._tile(x.dtype, columns, self.rows, fast=False, blocks=pieces > 1)
@@ -194,7 +194,7 @@ class _Work:
         from .blackwell import blackwell_product
         from .hopper import hopper_product
 
-        ones = self.of_groups
+        ones = self.group_scale
         if ones is None:
             ones = jnp.ones(self.sizes.size, jnp.float32)
         scales, out = GroupedScales(ones, *vectors), jax.ShapeDtypeStruct(shape, self.dtype)
@@ -238,7 +238,7 @@ class _Work:
         return pieces
 
 
-def _of_groups(
+def _scale_of_groups(
     a: QuantizedArray, b: QuantizedArray, shape: tuple[int, ...], *, is_wgrad: bool
 ) -> Float32[Array, "*members groups"] | None:
     """The scales of both operands multiplied, where each has one for a group, a member or all; else None."""
@@ -246,6 +246,6 @@ def _of_groups(
     for x, leading in ((a, len(shape) - 1), (b, len(shape) - is_wgrad)):
         if any(count > 1 for count in x.scale.shape[leading:]):
             return None
-        of_leading = x.scale.reshape(x.scale.shape[:leading])
-        both = both * of_leading.reshape(of_leading.shape + (1,) * (len(shape) - of_leading.ndim))
+        leading_scale = x.scale.reshape(x.scale.shape[:leading])
+        both = both * leading_scale.reshape(leading_scale.shape + (1,) * (len(shape) - leading_scale.ndim))
     return both

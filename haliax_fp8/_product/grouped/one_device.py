@@ -32,23 +32,25 @@ def used_rows(group_sizes: Int[Array, "*members groups"], rows: int) -> Bool[Arr
 
 
 def of_each_row(
-    of_groups: Float[Array, "*members groups"], group_sizes: Int[Array, "*members groups"], rows: int
+    group_values: Float[Array, "*members groups"], group_sizes: Int[Array, "*members groups"], rows: int
 ) -> Float[Array, "*members rows"]:
     """What a row's group has; 1 for rows beyond the last group."""
     if group_sizes.ndim > 1:
-        return jax.vmap(lambda x, sizes: of_each_row(x, sizes, rows))(of_groups, group_sizes)
-    return jnp.append(of_groups, jnp.ones(1, of_groups.dtype))[_group_of_row(group_sizes, rows)]
+        return jax.vmap(lambda x, sizes: of_each_row(x, sizes, rows))(group_values, group_sizes)
+    return jnp.append(group_values, jnp.ones(1, group_values.dtype))[_group_of_row(group_sizes, rows)]
 
 
 def largest_of_groups(
-    of_rows: Float[Array, "*members rows numbers"], group_sizes: Int[Array, "*members groups"]
+    row_values: Float[Array, "*members rows numbers"], group_sizes: Int[Array, "*members groups"]
 ) -> Float[Array, "*members groups numbers"]:
     """The largest numbers of each group's rows, none of them negative; 0 for a group without rows."""
     if group_sizes.ndim > 1:
-        return jax.vmap(largest_of_groups)(of_rows, group_sizes)
+        return jax.vmap(largest_of_groups)(row_values, group_sizes)
     count = len(group_sizes)
-    found = jax.ops.segment_max(of_rows, _group_of_row(group_sizes, len(of_rows)), count + 1, indices_are_sorted=True)
-    return jnp.where(group_sizes[:, None] > 0, found[:count], np.asarray(0.0, of_rows.dtype))
+    largest = jax.ops.segment_max(
+        row_values, _group_of_row(group_sizes, len(row_values)), count + 1, indices_are_sorted=True
+    )
+    return jnp.where(group_sizes[:, None] > 0, largest[:count], np.asarray(0.0, row_values.dtype))
 
 
 def together(
@@ -80,9 +82,9 @@ def apart(
         order: Which row each was, see `together`.
         valid: The examples whose sizes fit their rows.
     """
-    of_rows = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
-    of_examples = of_rows.reshape(len(valid), -1, out.shape[1])
-    return jnp.where(valid[:, None, None], of_examples, np.asarray(np.nan, out.dtype))
+    row_values = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
+    per_example = row_values.reshape(len(valid), -1, out.shape[1])
+    return jnp.where(valid[:, None, None], per_example, np.asarray(np.nan, out.dtype))
 
 
 NUMBERS: dict[ProductName, lax.RaggedDotDimensionNumbers] = {
@@ -130,17 +132,17 @@ class OneDevice:
                 None if it is not known.
         """
         if self.implementation is not GroupedImplementation.XLA and takes(a, b):
-            of_groups = scale if self.state_per_group else None
+            group_scale = scale if self.state_per_group else None
             return grouped_product(
-                self.implementation, self.product, a, b, group_sizes, self.precision, self.dtype, of_groups
+                self.implementation, self.product, a, b, group_sizes, self.precision, self.dtype, group_scale
             )
         dot = self.dot(group_sizes)
         # XLA may widen them, and drop a rounding that nothing keeps.
         a, b = (dataclasses.replace(x, data=keep_cast(x.data)) for x in (a, b))
         if self.state_per_group and self.product != "wgrad":
             assert scale is not None
-            of_rows = of_each_row(scale, group_sizes, a.data.shape[self.batch])
-            return each_row_scaled(dot(a.data, b.data), of_rows, self.dtype)
+            row_scale = of_each_row(scale, group_sizes, a.data.shape[self.batch])
+            return each_row_scaled(dot(a.data, b.data), row_scale, self.dtype)
         return members_dot(dot, a, b, self.batch, self.dtype, scale)
 
     def dot(self, group_sizes: Int[Array, "*members groups"]) -> Callable[[Array, Array], Array]:

@@ -42,7 +42,7 @@ class Visits(NamedTuple):
     multiplies: Int32[Array, " visits"]
 
 
-def visits(sizes: Int32[Array, "members groups"], rows: int, length: int, tile: int, *, of_rows: bool) -> Visits:
+def visits(sizes: Int32[Array, "members groups"], rows: int, length: int, tile: int, *, by_row: bool) -> Visits:
     """The visits of a product.
 
     Args:
@@ -50,18 +50,18 @@ def visits(sizes: Int32[Array, "members groups"], rows: int, length: int, tile: 
         rows: How many rows a member has.
         length: How many all have, padded to a multiple of a tile.
         tile: The rows of a tile.
-        of_rows: Whether each row is multiplied by a kernel: then rows beyond the last group are written, as zeros. Else
+        by_row: Whether each row is multiplied by a kernel: then rows beyond the last group are written, as zeros. Else
             each group is a sum, and one without rows is visited to write zeros.
     """
     members, groups = sizes.shape
     ends = jnp.cumsum(sizes, axis=1)
-    if of_rows:
+    if by_row:
         sizes = jnp.concatenate([sizes, rows - ends[:, -1:]], axis=1)
         ends = jnp.concatenate([ends, jnp.full((members, 1), rows, ends.dtype)], axis=1)
     ends = (ends + rows * jnp.arange(members, dtype=ends.dtype)[:, None]).reshape(-1)
     begins = ends - sizes.reshape(-1)
     first = jnp.minimum(begins, length - 1) // tile
-    count = jnp.where(ends > begins, (ends - 1) // tile - first + 1, 0 if of_rows else 1)
+    count = jnp.where(ends > begins, (ends - 1) // tile - first + 1, 0 if by_row else 1)
     last = jnp.cumsum(count)
     job = jnp.arange(length // tile + len(ends), dtype=jnp.int32)
     in_use = job < last[-1]
@@ -70,7 +70,7 @@ def visits(sizes: Int32[Array, "members groups"], rows: int, length: int, tile: 
     within = job - (last - count)[which]
     begin = begins[which]
     end = jnp.where(in_use, ends[which], begin)
-    member, group = which // (groups + of_rows), which % (groups + of_rows)
+    member, group = which // (groups + by_row), which % (groups + by_row)
     multiplies = (end > begin) & (group < groups)
     is_first, is_last = (x.astype(jnp.int32) for x in (within == 0, within == count[which] - 1))
     edge = jnp.where(in_use, is_first + 2 * is_last, 0)
@@ -84,7 +84,7 @@ def tpu_product(
     b: QuantizedArray,
     sizes: Int32[Array, "members groups"],
     rows: int,
-    of_groups: Float32[Array, " all_groups"] | None,
+    group_scale: Float32[Array, " all_groups"] | None,
     dtype: np.dtype,
 ) -> Float[Array, "..."]:
     """fprop, dgrad or wgrad of groups; members' rows and groups follow each other in the result.
@@ -95,33 +95,33 @@ def tpu_product(
         b: Its second.
         sizes: How many rows each group has.
         rows: How many rows a member has.
-        of_groups: The scale of both operands for each group; None if rows and columns have their own.
+        group_scale: The scale of both operands for each group; None if rows and columns have their own.
         dtype: The dtype of the result.
     """
-    scale = jnp.ones(sizes.size, jnp.float32) if of_groups is None else of_groups
+    scale = jnp.ones(sizes.size, jnp.float32) if group_scale is None else group_scale
     x, y = alike(a.data, b.data)
     x = x.reshape(-1, x.shape[-1])
     height = 256 if rows >= 1024 * sizes.shape[1] else 128
     if product == "wgrad":
         y = y.reshape(-1, y.shape[-1])
         tile = Tile(_size(x.shape[1]), _size(y.shape[1]), height)
-        vectors = () if of_groups is not None else (lines(a, (1, x.shape[1])), lines(b, (1, y.shape[1])))
+        vectors = () if group_scale is not None else (lines(a, (1, x.shape[1])), lines(b, (1, y.shape[1])))
         vectors = tuple(padded(v, (1, n)) for v, n in zip(vectors, (tile.rows, tile.columns), strict=False))
         width, columns = x.shape[1], y.shape[1]
         x, y = padded(x, (height, tile.rows)), padded(y, (height, tile.columns))
-        visited = visits(sizes, rows, len(x), height, of_rows=False)
+        visited = visits(sizes, rows, len(x), height, by_row=False)
         return tpu_sums(x, y, visited, scale, vectors, dtype, tile)[:, :width, :columns]
     is_fprop = product == "fprop"
     y = y.reshape(-1, *y.shape[-2:])
     total, columns = len(x), y.shape[2 if is_fprop else 1]
     tile = Tile(height, _size(columns), _size(x.shape[1]))
     vectors = ()
-    if of_groups is None:
-        of_columns = lines(b, (len(y), 1, columns) if is_fprop else (len(y), columns, 1)).reshape(len(y), 1, columns)
-        vectors = padded(lines(a, (rows, 1)), (height, 1)), padded(of_columns, (1, 1, tile.columns))
+    if group_scale is None:
+        column_scales = lines(b, (len(y), 1, columns) if is_fprop else (len(y), columns, 1)).reshape(len(y), 1, columns)
+        vectors = padded(lines(a, (rows, 1)), (height, 1)), padded(column_scales, (1, 1, tile.columns))
     x = padded(x, (height, tile.depth))
     y = padded(y, (1, tile.depth, tile.columns) if is_fprop else (1, tile.columns, tile.depth))
-    visited = visits(sizes, rows, len(x), height, of_rows=True)
+    visited = visits(sizes, rows, len(x), height, by_row=True)
     out = tpu_rows(x, y, visited, scale, vectors, dtype, tile, inputs_are_summed=is_fprop)
     return out[:total, :columns]
 
@@ -135,7 +135,7 @@ def tpu_rows(
     a: Float[Array, "rows depth"],
     kernels: Float[Array, "groups inputs outputs"],
     visited: Visits,
-    of_groups: Float32[Array, " groups"],
+    group_scale: Float32[Array, " groups"],
     vectors: tuple[Array, ...],
     dtype: np.dtype,
     tile: Tile,
@@ -148,7 +148,7 @@ def tpu_rows(
         a: The rows, padded to whole tiles.
         kernels: The kernels, padded to whole tiles too.
         visited: The visits.
-        of_groups: The scale of each group.
+        group_scale: The scale of each group.
         vectors: Scales of rows `[rows, 1]` and of the kernels' columns `[groups, 1, columns]`; may be none.
         dtype: The dtype of the result.
         tile: The tiles.
@@ -158,7 +158,7 @@ def tpu_rows(
     rows_of, pieces = (tile.rows, tile.depth), depth // tile.depth
     kernel = (tile.depth, tile.columns) if inputs_are_summed else (tile.columns, tile.depth)
 
-    def of_kernel(j: Any, i: Any, s: Any, tiles: Any, groups: Any, *_: Any) -> tuple[Any, ...]:
+    def kernel_index(j: Any, i: Any, s: Any, tiles: Any, groups: Any, *_: Any) -> tuple[Any, ...]:
         return (groups[i], s, j) if inputs_are_summed else (groups[i], j, s)
 
     def body(tiles: Any, groups: Any, begin: Any, end: Any, edge: Any, multiplies: Any, *refs: Any) -> None:
@@ -180,13 +180,13 @@ def tpu_rows(
             value = total[...] * scale[groups[visit]]
             if lines:
                 value = value * lines[0][...] * lines[1][0]
-            own = _own(tiles, begin, end, visit, out.shape)
-            out[...] = jnp.where(own, value, out[...].astype(jnp.float32)).astype(dtype)
+            in_group = _in_group(tiles, begin, end, visit, out.shape)
+            out[...] = jnp.where(in_group, value, out[...].astype(jnp.float32)).astype(dtype)
 
     specs = [
         pl.BlockSpec(memory_space=pltpu.SMEM),
         pl.BlockSpec(rows_of, lambda j, i, s, tiles, *_: (tiles[i], s)),
-        pl.BlockSpec((1, *kernel), of_kernel),
+        pl.BlockSpec((1, *kernel), kernel_index),
     ]
     if vectors:
         specs += [
@@ -195,7 +195,7 @@ def tpu_rows(
         ]
     return _call(
         body,
-        (of_groups, a, kernels, *vectors),
+        (group_scale, a, kernels, *vectors),
         visited,
         (columns // tile.columns, len(visited.tile), pieces),
         specs,
@@ -209,7 +209,7 @@ def tpu_sums(
     a: Float[Array, "rows width"],
     b: Float[Array, "rows columns"],
     visited: Visits,
-    of_groups: Float32[Array, " groups"],
+    group_scale: Float32[Array, " groups"],
     vectors: tuple[Array, ...],
     dtype: np.dtype,
     tile: Tile,
@@ -220,7 +220,7 @@ def tpu_sums(
         a: Rows of the first operand, padded to whole tiles.
         b: Those of the second, padded the same way.
         visited: The visits.
-        of_groups: The scale of each group.
+        group_scale: The scale of each group.
         vectors: Scales of both operands' columns, `[1, width]` and `[1, columns]`; may be none.
         dtype: The dtype of the result.
         tile: The tiles; the depth is that of rows.
@@ -238,9 +238,9 @@ def tpu_sums(
 
         @pl.when(multiplies[visit] > 0)
         def _() -> None:
-            own = _own(tiles, begin, end, visit, a.shape)
+            in_group = _in_group(tiles, begin, end, visit, a.shape)
             # Rows of other groups; FP8 numbers have no selection of their own.
-            rows = jnp.where(own, a[...].astype(jnp.float32), 0.0).astype(a.dtype)
+            rows = jnp.where(in_group, a[...].astype(jnp.float32), 0.0).astype(a.dtype)
             numbers = (((0,), (0,)), ((), ()))
             total[...] += lax.dot_general(rows, b[...], numbers, preferred_element_type=jnp.float32)
 
@@ -263,17 +263,17 @@ def tpu_sums(
         ]
     return _call(
         body,
-        (of_groups, a, b, *vectors),
+        (group_scale, a, b, *vectors),
         visited,
         (width // tile.rows, columns // tile.columns, len(visited.tile)),
         specs,
         pl.BlockSpec((1, *shape), lambda i, j, v, tiles, groups, *_: (groups[v], i, j)),
-        jax.ShapeDtypeStruct((len(of_groups), width, columns), dtype),
+        jax.ShapeDtypeStruct((len(group_scale), width, columns), dtype),
         tile,
     )
 
 
-def _own(tiles: Any, begin: Any, end: Any, visit: Array, shape: tuple[int, ...]) -> Array:
+def _in_group(tiles: Any, begin: Any, end: Any, visit: Array, shape: tuple[int, ...]) -> Array:
     """Which of a tile's rows are the group's."""
     row = tiles[visit] * shape[0] + lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= begin[visit]) & (row < end[visit])
