@@ -102,15 +102,15 @@ class HostOptimizer(eqx.Module):
         Raises:
             ValueError: If gradients or state belong to other parameters.
         """
-        of_params, of_gradients = self._groups(params), self._groups(gradients)
-        same = {size: group.keys() for size, group in of_params.items()}
-        for name, other in (("gradients", of_gradients), ("state", state.masters)):
+        param_groups, gradient_groups = self._groups(params), self._groups(gradients)
+        same = {size: group.keys() for size, group in param_groups.items()}
+        for name, other in (("gradients", gradient_groups), ("state", state.masters)):
             if {size: group.keys() for size, group in other.items()} != same:
                 raise ValueError(f"{name} belong to other parameters; start with host.init(trainable(model))")
         masters, states, new = {}, {}, {}
-        for size in sorted(of_params, reverse=True):
-            args = of_gradients[size], state.masters[size], state.optimizer[size]
-            dtypes = {name: x.dtype for name, x in of_params[size].items()}
+        for size in sorted(param_groups, reverse=True):
+            args = gradient_groups[size], state.masters[size], state.optimizer[size]
+            dtypes = {name: x.dtype for name, x in param_groups[size].items()}
             run = self._whole if size == 0 else self._in_layers
             narrow, masters[size], states[size] = run(*args, dtypes)
             new |= narrow
@@ -127,8 +127,8 @@ class HostOptimizer(eqx.Module):
     def _stacked(self, size: int, group: Mapping[str, Any], state: Any) -> Any:
         """Which leaves of a stack's state have an entry per layer: those with one more axis than a layer's own."""
         layer = {name: jax.ShapeDtypeStruct(x.shape[1:], jnp.float32) for name, x in group.items()}
-        of_layer = jax.eval_shape(self.optimizer.init, layer)
-        return jax.tree.map(lambda whole, part: whole.shape == (size, *part.shape), state, of_layer)
+        layer_state = jax.eval_shape(self.optimizer.init, layer)
+        return jax.tree.map(lambda whole, part: whole.shape == (size, *part.shape), state, layer_state)
 
     def _with_layers_on_host(self, size: int, group: Mapping[str, Any], state: Any) -> Any:
         """The state with leaves that have an entry per layer in host memory; counters stay on the device."""

@@ -203,10 +203,10 @@ def with_complete_states[G](model: Any, gradients: G) -> G:
         model: The model whose gradients were taken.
         gradients: From `value_and_grad_of_part`, accumulated over parts.
     """
-    leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_copies)
-    given = structure.flatten_up_to(gradients)
+    leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_quantized_kernel)
+    flat = structure.flatten_up_to(gradients)
     indices = [i for i, leaf in enumerate(leaves) if _is_whole_table(leaf)]
-    new = _replaced(given, indices, complete_states([leaves[i] for i in indices], [given[i] for i in indices]))
+    new = _replaced(flat, indices, complete_states([leaves[i] for i in indices], [flat[i] for i in indices]))
     return with_calls_of(jax.tree.unflatten(structure, new), gradients)
 
 
@@ -224,7 +224,7 @@ class _ValueAndGrad(eqx.Module):
     has_aux: bool
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_copies)
+        leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_quantized_kernel)
         indices = [i for i, leaf in enumerate(leaves) if _is_whole_table(leaf)]
         states, own, reached = [leaves[i] for i in indices], frozenset(indices), UsedArguments()
         parts_with = lambda states: eqx.partition(_replaced(leaves, indices, states), _is_differentiated)
@@ -320,7 +320,7 @@ def _require_none_lost(
     return used
 
 
-def _is_state_or_copies(node: Any) -> bool:
+def _is_state_or_quantized_kernel(node: Any) -> bool:
     return isinstance(node, OverwriteWithGradient | QuantizedKernel)
 
 

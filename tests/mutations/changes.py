@@ -84,7 +84,7 @@ CHANGES = (
         "a device takes the sizes of groups for those of its own rows",
         "_product/grouped/divided.py",
         "sizes_here = jnp.clip(ends - first, 0, here) - jnp.clip(ends - inside - first, 0, here)",
-        "own = inside",
+        "sizes_here = inside",
         ("test_experts.py::test_divided_products_are_whole_ones",),
     ),
     Change(

@@ -67,7 +67,7 @@ class Members:
 
     def totals(self, *values: Float32[Array, "*shape"]) -> list[Float32[Array, "*members"]]:
         """The sums of values over the elements of each member, on this device."""
-        return self._of_groups([jnp.sum(x, self._axes(x)) for x in values])
+        return self._summed_by_group([jnp.sum(x, self._axes(x)) for x in values])
 
     def counts(self, *kinds: Bool[Array, "*shape"]) -> list[Float32[Array, "*members"]]:
         """How many elements of each member are of each kind, on this device. An element is of one kind at most.
@@ -76,8 +76,8 @@ class Members:
         """
         packs = kinds[0].ndim > self.ensemble and kinds[0].shape[-1] < 2**15
         if not packs:
-            return self._of_groups([jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in kinds])
-        found = []
+            return self._summed_by_group([jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in kinds])
+        counted = []
         for pair in itertools.batched(kinds, 2):
             words = jnp.int32(0)
             for kind, word in zip(pair, (1, 2**16), strict=False):
@@ -85,29 +85,29 @@ class Members:
             # Of one axis, so that no half overflows.
             words = jnp.sum(words, axis=-1)
             halves = [words & jnp.int32(2**16 - 1), words >> jnp.int32(16)]
-            found += [jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in halves[: len(pair)]]
-        return self._of_groups(found)
+            counted += [jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in halves[: len(pair)]]
+        return self._summed_by_group(counted)
 
     def largest(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*members"]:
         """The largest value of each member on all devices; 0 if all are negative or none exists."""
-        found = jnp.max(values, self._axes(values), initial=0.0)
+        largest = jnp.max(values, self._axes(values), initial=0.0)
         if self.groups is not None:
-            found = jnp.max(jnp.where(self.groups, found[..., None], np.float32(0.0)), axis=-2, initial=0.0)
-        return lax.pmax(found, self.devices) if self.devices else found
+            largest = jnp.max(jnp.where(self.groups, largest[..., None], np.float32(0.0)), axis=-2, initial=0.0)
+        return lax.pmax(largest, self.devices) if self.devices else largest
 
     def smallest(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*members"]:
         """The smallest value of each member on all devices; infinity if none exists."""
-        found = jnp.min(values, self._axes(values), initial=jnp.inf)
+        smallest = jnp.min(values, self._axes(values), initial=jnp.inf)
         if self.groups is not None:
-            of_groups = jnp.where(self.groups, found[..., None], np.float32(np.inf))
-            found = jnp.min(of_groups, axis=-2, initial=jnp.inf)
-        return lax.pmin(found, self.devices) if self.devices else found
+            group_values = jnp.where(self.groups, smallest[..., None], np.float32(np.inf))
+            smallest = jnp.min(group_values, axis=-2, initial=jnp.inf)
+        return lax.pmin(smallest, self.devices) if self.devices else smallest
 
     def largest_numbers(self, numbers: Float32[Array, "*ensemble numbers"]) -> Float32[Array, "*members numbers"]:
-        """The largest of each of several numbers that none is negative of, on all devices."""
+        """The largest of each of several numbers, none of them negative, on all devices."""
         if self.groups is not None:
-            of_groups = jnp.where(self.groups[..., None], jnp.expand_dims(numbers, -2), np.float32(0.0))
-            numbers = jnp.max(of_groups, axis=-3, initial=0.0)
+            group_values = jnp.where(self.groups[..., None], jnp.expand_dims(numbers, -2), np.float32(0.0))
+            numbers = jnp.max(group_values, axis=-3, initial=0.0)
         return lax.pmax(numbers, self.devices) if self.devices else numbers
 
     def at_elements(self, numbers: Float32[Array, "*members"], ndim: int) -> Float32[Array, "..."]:
@@ -138,7 +138,7 @@ class Members:
     def _axes(self, values: Array) -> tuple[int, ...]:
         return tuple(range(self.ensemble, values.ndim))
 
-    def _of_groups(self, sums: Sequence[Float32[Array, "*ensemble"]]) -> list[Float32[Array, "*members"]]:
+    def _summed_by_group(self, sums: Sequence[Float32[Array, "*ensemble"]]) -> list[Float32[Array, "*members"]]:
         if self.groups is None:
             return list(sums)
         return [jnp.sum(jnp.where(self.groups, x[..., None], np.float32(0.0)), axis=-2) for x in sums]

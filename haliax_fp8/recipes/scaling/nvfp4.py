@@ -91,24 +91,24 @@ class NVFP4Scaling(AbstractScaling):
         # A block that holds an infinity or NaN has a scale of NaN, and leaves the others theirs.
         finite = jnp.isfinite(amax)
         axes = tuple(range(use.ensemble, x.ndim))
-        of_tensor = jnp.max(jnp.where(finite, amax, 0.0), axis=axes, keepdims=True, initial=0.0)
-        of_tensor = amax_over_devices(of_tensor, () if self.per_device else use.devices)
-        multiplier = multiplier_of(of_tensor, E4M3.max * use.format.max)
+        tensor_amax = jnp.max(jnp.where(finite, amax, 0.0), axis=axes, keepdims=True, initial=0.0)
+        tensor_amax = amax_over_devices(tensor_amax, () if self.per_device else use.devices)
+        multiplier = multiplier_of(tensor_amax, E4M3.max * use.format.max)
         unit = np.float32(1.0) / multiplier
-        wanted = amax * (multiplier / np.float32(use.format.max))
+        exact_scale = amax * (multiplier / np.float32(use.format.max))
         # Else the scale, a product of the two, would be flushed to zero for tensors below 1e-34.
-        wanted = jnp.where(amax > 0.0, jnp.maximum(wanted, _SMALLEST_SCALE * multiplier), np.float32(0.0))
-        scale = _block_scale(wanted, use) * unit
+        exact_scale = jnp.where(amax > 0.0, jnp.maximum(exact_scale, _SMALLEST_SCALE * multiplier), np.float32(0.0))
+        scale = _block_scale(exact_scale, use) * unit
         if self.four_over_six:
-            scale = self._better(x, scale, wanted, unit, use, block)
+            scale = self._better(x, scale, exact_scale, unit, use, block)
         scale = jnp.where(finite, scale, np.float32(np.nan))
         return QuantizedArray(use.cast(_scaled(x, scale, block)), scale, block)
 
     def _better(
-        self, x: Array, for_six: Array, wanted: Array, unit: Array, use: OperandUse, block: tuple[int, ...]
+        self, x: Array, for_six: Array, exact_scale: Array, unit: Array, use: OperandUse, block: tuple[int, ...]
     ) -> Float32[Array, "*blocks"]:
         """The scale of each block with the smaller squared error: that for 6, or half as much again."""
-        for_four = _block_scale(wanted * np.float32(1.5), use) * unit
+        for_four = _block_scale(exact_scale * np.float32(1.5), use) * unit
         error_of_six, error_of_four = (
             blockwise_sum(use.rounding.squared_error(_scaled(x, scale, block), use.format), block)
             for scale in (for_six, for_four)
@@ -116,18 +116,18 @@ class NVFP4Scaling(AbstractScaling):
         ratio = for_four / for_six
         # In units of the scale for 6. The margin is above what float32 rounds of up to 256 elements' errors.
         better = error_of_four * ratio * ratio + _MARGIN * (error_of_six + np.float32(1.0)) < error_of_six
-        fits = wanted * np.float32(1.5) <= np.float32(E4M3.max)
+        fits = exact_scale * np.float32(1.5) <= np.float32(E4M3.max)
         return jnp.where(better & fits, for_four, for_six)
 
 
-def _block_scale(wanted: Float32[Array, "*blocks"], use: OperandUse) -> Float32[Array, "*blocks"]:
+def _block_scale(exact_scale: Float32[Array, "*blocks"], use: OperandUse) -> Float32[Array, "*blocks"]:
     """Rounded to E4M3: up where data are rounded at random, since clipping has no mean of zero; else to nearest."""
     if use.rounding.needs_key:
-        spacing = spacing_of(wanted, E4M3)
+        spacing = spacing_of(exact_scale, E4M3)
         # Exact: every value is one of E4M3's by now.
-        rounded = saturating_cast(jnp.ceil(wanted / spacing) * spacing, E4M3)
+        rounded = saturating_cast(jnp.ceil(exact_scale / spacing) * spacing, E4M3)
     else:
-        rounded = saturating_cast(wanted, E4M3)
+        rounded = saturating_cast(exact_scale, E4M3)
     # This also keeps XLA's CPU compiler from evaluating a rotated operand that is a constant of the program, with
     # elements in the wrong order.
     return force_cast(rounded).astype(jnp.float32)
