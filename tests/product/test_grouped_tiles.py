@@ -74,7 +74,7 @@ def test_sums_over_groups_take_each_row_once(sizes):
     assert seen == {(group, tile) for group in range(3 * len(sizes)) for tile in (0, TILE.rows)}
 
 
-make_visits = jax.jit(visits, static_argnums=(1, 2, 3), static_argnames="of_rows")
+make_visits = jax.jit(visits, static_argnums=(1, 2, 3), static_argnames="by_row")
 
 
 @given(of_members)
