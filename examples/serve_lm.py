@@ -34,8 +34,8 @@ from examples.train_lm.run import Run, make_evaluation, make_loss, make_optimize
 from examples.train_lm.sample import generate
 from examples.train_lm.train import resume_runs
 from haliax_fp8 import TrainStep, cast_params, restore_linear_layers
-from haliax_fp8.huggingface import export_model, import_model, names
-from haliax_fp8.models import Transformer, hugging_face_config
+from haliax_fp8.huggingface import export_model, hugging_face_config, import_model, names
+from haliax_fp8.models import Transformer
 from haliax_fp8.serving import quantize_for_inference, schemes, serving_mismatch
 
 

@@ -40,8 +40,8 @@ class Mlp(eqx.Module):
     def init(config: TransformerConfig, *, key: PRNGKeyArray) -> "Mlp":
         up, down = jax.random.split(key)
         return Mlp(
-            hnn.Linear.init(config.Hidden, config.Mlp, key=up, use_bias=config.use_bias),
-            hnn.Linear.init(config.Mlp, config.Hidden, key=down, use_bias=config.use_bias),
+            config.linear("up", config.Hidden, config.Mlp, key=up),
+            config.linear("down", config.Mlp, config.Hidden, key=down),
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
@@ -72,7 +72,7 @@ _gpt_2 = partial(
     rope_theta=None,
     norm=layer_norm,
     feed_forward=Mlp.init,
-    use_bias=True,
+    biases=("query", "key", "value", "output", "up", "down"),
     tied_head=True,
     unroll=1,
 )

@@ -113,7 +113,7 @@ def export_model(
         directory: The folder; new or empty.
         layout: The layout or its name, see above.
         names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models`.
-        config: What `config.json` says of the architecture, such as `models.hugging_face_config(model)`.
+        config: What `config.json` says of the architecture, such as `huggingface.hugging_face_config(model)`.
         dtype: The dtype in which the model computes: kernels are rounded to it before they are quantized, as a step
             does that casts its parameters. None keeps each array's own.
         bf16_scales: Round scales up to what bfloat16 holds, because engines that cast a model cast its scales too.

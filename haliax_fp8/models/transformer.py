@@ -19,7 +19,7 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSelector, NamedArray
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 
 type Norm = hnn.RmsNorm | hnn.LayerNorm
@@ -53,15 +53,64 @@ def causal_attention(query: NamedArray, key: NamedArray, value: NamedArray, *rot
     return hax.dot(hnn.softmax(scores, axis=KeyPosition).astype(value.dtype), value, axis=KeyPosition)
 
 
-def rotary_tables(Position: Axis, HeadDim: Axis, theta: float) -> tuple[NamedArray, NamedArray]:
+@dataclasses.dataclass(frozen=True)
+class LinearRope:
+    """RoPE's frequencies divided by a factor: positions are interpolated (arXiv:2306.15595).
+
+    Args:
+        factor: How much longer sequences are than in pretraining.
+    """
+
+    factor: float
+
+    def __call__(self, frequencies: Array) -> Array:
+        """The scaled frequencies."""
+        return frequencies / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1's frequencies: slow ones are divided by a factor, fast ones stay, and those between are blended.
+
+    Args:
+        factor: How much the slow ones are slowed down.
+        low_frequency_factor: Wavelengths above `original_length` divided by this are slow.
+        high_frequency_factor: Wavelengths below `original_length` divided by this are fast.
+        original_length: The longest sequence of pretraining.
+    """
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_length: int
+
+    def __call__(self, frequencies: Array) -> Array:
+        """The scaled frequencies."""
+        turns = self.original_length * frequencies / (2.0 * math.pi)
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        return frequencies * (kept + (1.0 - kept) / self.factor)
+
+
+def rotary_tables(
+    Position: Axis, HeadDim: Axis, theta: float, scaling: Callable[[Array], Array] | None = None
+) -> tuple[NamedArray, NamedArray]:
     """Cosine and sine of each position's angles, `position * theta**(-2i / head_dim)`.
+
+    Args:
+        Position: The positions.
+        HeadDim: The width of a head.
+        theta: The base of the wavelengths.
+        scaling: Changes the frequencies, such as `Llama3Rope`.
 
     Returns:
         Two float32 arrays `(Position, HeadDim)`; the second half of `HeadDim` repeats the first.
     """
     half = jnp.arange(HeadDim.size // 2, dtype=jnp.float32)
-    wavelength = theta ** (-2.0 * half / HeadDim.size)
-    angles = jnp.arange(Position.size, dtype=jnp.float32)[:, None] * wavelength[None, :]
+    frequencies = theta ** (-2.0 * half / HeadDim.size)
+    if scaling is not None:
+        frequencies = scaling(frequencies)
+    angles = jnp.arange(Position.size, dtype=jnp.float32)[:, None] * frequencies[None, :]
     angles = hax.named(jnp.concatenate([angles, angles], axis=-1), (Position, HeadDim))
     return hax.cos(angles), hax.sin(angles)
 
@@ -74,9 +123,10 @@ def rotate(x: NamedArray, cos: NamedArray, sin: NamedArray) -> NamedArray:
     return x * cos.astype(x.dtype) + turned * sin.astype(x.dtype)
 
 
-def rms_norm(config: "TransformerConfig") -> Norm:
+def rms_norm(config: "TransformerConfig", Width: Axis | None = None) -> Norm:
     """RMSNorm in float32 whatever the weights' dtype: a sum of squares in bf16 loses the small ones."""
-    return hnn.RmsNorm.init(config.Hidden, eps=config.norm_eps, use_bias=False, dtype=jnp.dtype(jnp.float32))
+    axis = config.Hidden if Width is None else Width
+    return hnn.RmsNorm.init(axis, eps=config.norm_eps, use_bias=False, dtype=jnp.dtype(jnp.float32))
 
 
 class Attention(eqx.Module):
@@ -86,6 +136,8 @@ class Attention(eqx.Module):
     key: hnn.Linear
     value: hnn.Linear
     output: hnn.Linear
+    query_norm: Norm | None
+    key_norm: Norm | None
     config: "TransformerConfig" = eqx.field(static=True)
 
     @staticmethod
@@ -93,19 +145,23 @@ class Attention(eqx.Module):
         keys, scale = jax.random.split(key, 4), config.residual_scale
         QueryHeads = (config.KvHeads, config.Group, config.HeadDim)
         KeyHeads = (config.KvHeads, config.HeadDim)
-        linear = lambda In, Out, key, **options: hnn.Linear.init(In, Out, key=key, use_bias=config.use_bias, **options)
         return Attention(
-            query=linear(config.Hidden, QueryHeads, keys[0]),
-            key=linear(config.Hidden, KeyHeads, keys[1]),
-            value=linear(config.Hidden, KeyHeads, keys[2]),
-            output=linear(QueryHeads, config.Hidden, keys[3], init_scale=scale),
+            query=config.linear("query", config.Hidden, QueryHeads, key=keys[0]),
+            key=config.linear("key", config.Hidden, KeyHeads, key=keys[1]),
+            value=config.linear("value", config.Hidden, KeyHeads, key=keys[2]),
+            output=config.linear("output", QueryHeads, config.Hidden, key=keys[3], init_scale=scale),
+            query_norm=rms_norm(config, config.HeadDim) if config.query_key_norm else None,
+            key_norm=rms_norm(config, config.HeadDim) if config.query_key_norm else None,
             config=config,
         )
 
     def __call__(self, x: NamedArray, *rotary: NamedArray) -> NamedArray:
         """Maps `(..., position, hidden)` to the same axes."""
-        attend = self.config.between(self.config.attention)
-        return self.output(attend(self.query(x), self.key(x), self.value(x), *rotary))
+        between = self.config.between
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = between(self.query_norm)(query), between(self.key_norm)(key)
+        return self.output(between(self.config.attention)(query, key, value, *rotary))
 
 
 class SwiGlu(eqx.Module):
@@ -120,9 +176,9 @@ class SwiGlu(eqx.Module):
     def init(config: "TransformerConfig", *, key: PRNGKeyArray) -> "SwiGlu":
         keys, scale = jax.random.split(key, 3), config.residual_scale
         return SwiGlu(
-            gate=hnn.Linear.init(config.Hidden, config.Mlp, key=keys[0], use_bias=config.use_bias),
-            up=hnn.Linear.init(config.Hidden, config.Mlp, key=keys[1], use_bias=config.use_bias),
-            down=hnn.Linear.init(config.Mlp, config.Hidden, key=keys[2], use_bias=config.use_bias, init_scale=scale),
+            gate=config.linear("gate", config.Hidden, config.Mlp, key=keys[0]),
+            up=config.linear("up", config.Hidden, config.Mlp, key=keys[1]),
+            down=config.linear("down", config.Mlp, config.Hidden, key=keys[2], init_scale=scale),
             config=config,
         )
 
@@ -141,27 +197,38 @@ class MixtureOfExperts(eqx.Module):
     down: hnn.MoELinear
     Experts: Axis = eqx.field(static=True)
     Chosen: Axis = eqx.field(static=True)
+    normalized: bool = eqx.field(static=True)
 
     @staticmethod
-    def init(config: "TransformerConfig", *, experts: int, chosen: int, key: PRNGKeyArray) -> "MixtureOfExperts":
-        """Random weights, with `chosen` of the `experts` for each token."""
+    def init(
+        config: "TransformerConfig", *, experts: int, chosen: int, normalized: bool = True, key: PRNGKeyArray
+    ) -> "MixtureOfExperts":
+        """Random weights, with `chosen` of the `experts` for each token; `normalized` if their weights add up to 1."""
         keys, Experts = jax.random.split(key, 4), Axis("experts", experts)
-        linear = lambda In, Out, key: hnn.MoELinear.init(Experts, In, Out, key=key, use_bias=config.use_bias)
+        linear = lambda name, In, Out, key: hnn.MoELinear.init(
+            Experts, In, Out, key=key, use_bias=name in config.biases
+        )
         return MixtureOfExperts(
-            hnn.Linear.init(config.Hidden, Experts, key=keys[0], use_bias=config.use_bias),
-            linear(config.Hidden, config.Mlp, keys[1]),
-            linear(config.Hidden, config.Mlp, keys[2]),
-            linear(config.Mlp, config.Hidden, keys[3]),
+            config.linear("router", config.Hidden, Experts, key=keys[0]),
+            linear("gate", config.Hidden, config.Mlp, keys[1]),
+            linear("up", config.Hidden, config.Mlp, keys[2]),
+            linear("down", config.Mlp, config.Hidden, keys[3]),
             Experts,
             Axis("chosen", chosen),
+            normalized,
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Maps `(..., hidden)` to the same axes."""
         leading = hax.axis.without_axes(x.axes, self.router.In)
         rows = x.flatten_axes(leading, "row")
-        likes, experts = hax.top_k(self.router(rows).astype(jnp.float32), self.Experts, self.Chosen.size, self.Chosen)
-        weights = hnn.softmax(likes, axis=self.Chosen).astype(x.dtype)
+        scores = self.router(rows).astype(jnp.float32)
+        if not self.normalized:
+            scores = hnn.softmax(scores, axis=self.Experts)
+        weights, experts = hax.top_k(scores, self.Experts, self.Chosen.size, self.Chosen)
+        if self.normalized:
+            weights = hnn.softmax(weights, axis=self.Chosen)
+        weights = weights.astype(x.dtype)
         # A copy of each row for each of its experts, sorted by expert.
         expert_of_copy = experts.rearrange((..., self.Chosen)).array.reshape(-1)
         order = jnp.argsort(expert_of_copy)
@@ -187,13 +254,15 @@ class TransformerConfig:
         vocab: Number of tokens; 256 for bytes.
         max_length: Longest sequence.
         rope_theta: Base of RoPE's wavelengths; with None, positions are learned instead.
+        rope_scaling: Changes RoPE's frequencies for longer sequences, such as `Llama3Rope`.
+        query_key_norm: Whether each head of query and key is normed before RoPE, as in Qwen3.
         norm: Makes a norm from the configuration.
         norm_eps: Added to the mean square in RMSNorm.
         feed_forward: Makes a feed-forward layer from the configuration and a key.
         activation: The function between the products of `SwiGlu`.
         attention: The function of query, key and value between the products of `Attention`.
         between: Wraps each function between products, norms included, such as `memory.rematerialized`.
-        use_bias: Whether linear layers have biases.
+        biases: The linear layers that have biases, by the names of their fields, such as `("query", "key", "value")`.
         tied_head: Whether the head is the embedding.
         stacked: Whether blocks are stacked and run in a `lax.scan`; otherwise they follow each other in the program.
         checkpointing: Whether each block is recomputed in the backward pass, keeping only its input.
@@ -212,13 +281,15 @@ class TransformerConfig:
     vocab: int = 256
     max_length: int = 128
     rope_theta: float | None = 10_000.0
+    rope_scaling: Callable[[Array], Array] | None = None
+    query_key_norm: bool = False
     norm: "Callable[[TransformerConfig], Norm]" = rms_norm
     norm_eps: float = 1e-5
     feed_forward: Callable[..., Any] = SwiGlu.init
     activation: Callable[[NamedArray, NamedArray], NamedArray] = swiglu
     attention: Callable[..., NamedArray] = causal_attention
     between: Callable[[Any], Any] = lambda function: function
-    use_bias: bool = False
+    biases: tuple[str, ...] = ()
     tied_head: bool = False
     stacked: bool = True
     checkpointing: Any = False
@@ -240,6 +311,10 @@ class TransformerConfig:
     HeadDim = property(lambda self: Axis("head_dim", self.head_dim))
     Mlp = property(lambda self: Axis("mlp", self.mlp))
     Vocab = property(lambda self: Axis("vocab", self.vocab))
+
+    def linear(self, name: str, In: Any, Out: Any, *, key: PRNGKeyArray, init_scale: float = 1.0) -> hnn.Linear:
+        """The linear layer of a field, with a bias if `biases` names it."""
+        return hnn.Linear.init(In, Out, key=key, use_bias=name in self.biases, init_scale=init_scale)
 
     @property
     def residual_scale(self) -> float:
@@ -293,7 +368,7 @@ class Transformer(eqx.Module):
             positions = 0.02 * hax.random.normal(jax.random.fold_in(embedding_key, 1), axes)
         head = None
         if not config.tied_head:
-            head = hnn.Linear.init(config.Hidden, config.Vocab, key=head_key, use_bias=config.use_bias)
+            head = config.linear("head", config.Hidden, config.Vocab, key=head_key)
         return Transformer(
             embedding=hnn.Embedding.init(config.Vocab, config.Hidden, key=embedding_key),
             positions=positions,
@@ -319,18 +394,20 @@ class Transformer(eqx.Module):
 
     def activations(self, tokens: NamedArray) -> NamedArray:
         """The input of the head, `(..., position, hidden)`; see `__call__`."""
-        Position, theta = tokens.resolve_axis("position"), self.config.rope_theta
-        if Position.size > self.config.max_length:
+        Position, config = tokens.resolve_axis("position"), self.config
+        if Position.size > config.max_length:
             raise ValueError(
-                f"tokens has {Position.size} positions, more than max_length={self.config.max_length}; "
+                f"tokens has {Position.size} positions, more than max_length={config.max_length}; "
                 "shorten the sequence or build the model with a larger max_length"
             )
         # Sharded like the blocks' outputs; otherwise XLA shards the residual stream's features like the embedding's.
         x = hax.auto_sharded(self.embedding(tokens))
         if self.positions is not None:
             x = x + self.positions["position", : Position.size]
-        rotary = () if theta is None else rotary_tables(Position, self.config.HeadDim, theta)
-        return self.norm(self.blocks.fold(x, *rotary, unroll=self.config.unroll))
+        rotary = ()
+        if config.rope_theta is not None:
+            rotary = rotary_tables(Position, config.HeadDim, config.rope_theta, config.rope_scaling)
+        return self.norm(self.blocks.fold(x, *rotary, unroll=config.unroll))
 
     def logits(self, x: NamedArray) -> NamedArray:
         """Applies the head, or the embedding if they are tied."""
@@ -341,57 +418,3 @@ def _blocks(config: TransformerConfig, *, key: PRNGKeyArray) -> hnn.Stacked[Bloc
     kind = hnn.Stacked if config.stacked else hnn.BlockSeq
     blocks = kind.init(config.Layers, Block, gradient_checkpointing=config.checkpointing)
     return blocks(config, key=jax.random.split(key, config.layers))
-
-
-def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[str, Any]:
-    """The `config.json` of a model: a Llama, or with a mixture of experts a Mixtral.
-
-    The weights need no permutation: both libraries rotate halves of a head, and number heads alike.
-
-    Args:
-        model: The model, converted or not.
-        dtype: The dtype in which engines compute.
-
-    Raises:
-        ValueError: If the model has neither architecture: if it has learned positions, LayerNorm or another
-            feed-forward layer.
-
-    Example:
-        >>> from haliax_fp8.models import Transformer, TransformerConfig
-        >>> model = Transformer.init(TransformerConfig(layers=1), key=jax.random.key(0))
-        >>> hugging_face_config(model)["architectures"]
-        ['LlamaForCausalLM']
-    """
-    config = model.config
-    block = model.blocks.stacked if isinstance(model.blocks, hnn.Stacked) else model.blocks.blocks[0]
-    if config.rope_theta is None or not isinstance(model.norm, hnn.RmsNorm):
-        raise ValueError("model has learned positions or LayerNorm, so it is not a Llama; use RoPE and RMSNorm")
-    shared = {
-        "vocab_size": config.vocab,
-        "hidden_size": config.hidden,
-        "intermediate_size": config.mlp,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_length,
-        "rms_norm_eps": config.norm_eps,
-        # Older versions of transformers read the first key of each pair, newer ones the second.
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "torch_dtype": dtype,
-        "dtype": dtype,
-        "tie_word_embeddings": config.tied_head,
-        "attention_bias": config.use_bias,
-        "mlp_bias": config.use_bias,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    if isinstance(block.mlp, MixtureOfExperts):
-        experts = {"num_local_experts": block.mlp.Experts.size, "num_experts_per_tok": block.mlp.Chosen.size}
-        return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **shared, **experts}
-    if not all(hasattr(block.mlp, name) for name in ("gate", "up", "down")):
-        raise ValueError(f"model has {type(block.mlp).__name__} in its blocks, so it is not a Llama; use SwiGlu")
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shared}

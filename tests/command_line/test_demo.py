@@ -128,7 +128,12 @@ def test_functions_between_products_are_changed(tokens):
 @pytest.mark.more
 def test_learned_positions_and_a_tied_head():
     config = dataclasses.replace(
-        CONFIG, rope_theta=None, tied_head=True, norm=layer_norm, feed_forward=Mlp.init, use_bias=True
+        CONFIG,
+        rope_theta=None,
+        tied_head=True,
+        norm=layer_norm,
+        feed_forward=Mlp.init,
+        biases=("query", "key", "value", "output", "up", "down"),
     )
     model = Transformer.init(config, key=jax.random.key(0))
     assert model.head is None and model.positions.axes == (hax.Axis("position", 12), config.Hidden)

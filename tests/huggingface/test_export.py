@@ -22,11 +22,19 @@ from haliax.state_dict import to_torch_compatible_state_dict
 from helpers import rounded_up
 
 from haliax_fp8 import Fp8Config, Recipe, calibrate, fp8_linear_layers
-from haliax_fp8.huggingface import check_folder, export_model, import_model, names, serving_tensors, thaw
+from haliax_fp8.huggingface import (
+    check_folder,
+    export_model,
+    hugging_face_config,
+    import_model,
+    names,
+    serving_tensors,
+    thaw,
+)
 from haliax_fp8.huggingface.layout import Inputs, Layout, layout_of, named as layouts
 from haliax_fp8.huggingface.scaled_matrix import quantized
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
-from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig, hugging_face_config
+from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig
 from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2FNUZ
 from haliax_fp8.recipes.scaling import (
     BlockScaling,

@@ -17,9 +17,9 @@ from jax import lax
 
 from examples.byte_tokenizer import write_byte_tokenizer
 from haliax_fp8 import calibrate, cast_params, fp8_linear_layers, restore_linear_layers
-from haliax_fp8.huggingface import export_model, import_model, names, serving_tensors
+from haliax_fp8.huggingface import export_model, hugging_face_config, import_model, names, serving_tensors
 from haliax_fp8.huggingface.layout import named
-from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig, hugging_face_config
+from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig
 from haliax_fp8.recipes import E4M3, quantize
 
 
