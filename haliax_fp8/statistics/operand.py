@@ -1,16 +1,17 @@
-"""Operand: all that the checks know of one operand of one layer."""
+"""Operand: all that the checks know of one operand of one layer; and what they see in it."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
-from ..._numerics.formats import Format
-from ..._op import Fp8DotGeneral
-from ..._state.op_state import OpState
-from ...layers.walk import named_ops
-from ...recipes.recipe import OperandName, Quantization, Recipe
-from ..history import History
-from ..result import OPERANDS, ModelStatistics, OpStatistics, is_concrete, numbered
+from .._numerics.formats import Format
+from .._op import Fp8DotGeneral
+from .._state.op_state import OpState
+from ..layers.walk import named_ops
+from ..recipes.recipe import OperandName, Quantization, Recipe
+from .history import History
+from .result import OPERANDS, ModelStatistics, OpStatistics, is_concrete, numbered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,16 @@ class Operand:
     def is_reached(self) -> bool:
         """Whether the loss depends on it."""
         return not np.isnan(self.numbers["amax"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What a check sees in an operand; the last three are fields of `Finding`."""
+
+    operand: Operand
+    numbers: Mapping[str, float]
+    limits: Mapping[str, float]
+    others: tuple[str, ...] = ()
 
 
 def operands(model: object, statistics: ModelStatistics) -> list[Operand]:

@@ -1,18 +1,17 @@
-"""Checks that compare kernels with what the last step recorded of them, one update of the weights earlier."""
+"""Conditions that compare kernels with what the last step recorded of them, one update of the weights earlier."""
 
 import math
 from collections.abc import Iterable, Sequence
 
-from ...recipes.scaling import DelayedScaling
-from ...recipes.scaling.amax_of_history import Percentile
-from .finding import Finding, Problem
-from .new_finding import new_finding
-from .operand import Operand
-from .thresholds import Thresholds
+from ..recipes.scaling import DelayedScaling
+from ..recipes.scaling.amax_of_history import Percentile
+from .finding import Thresholds
+from .operand import Operand, Seen
 
 
-# How much further a kernel has to move than it did in any recorded step, and than a quarter of all kernels.
-_UNUSUAL = 4.0
+UNUSUAL = 4.0
+"""How much further a kernel has to move than it did in any recorded step, and than a quarter of all kernels."""
+
 # So many recorded steps tell how far one moves.
 _ENOUGH_STEPS = 4
 # Another layer's inputs or gradients differ in the state as well, so the kernel need not differ as much.
@@ -21,35 +20,26 @@ _SMALLEST = math.log2(1.02)
 _ALIKE = math.log2(1.05)
 
 
-def moved_at_once(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+def moved_at_once(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]:
     """Most kernels changed that much in one step: the learning rate. No scale fits after that, so it explains all."""
     kernels = _recorded(all)
-    moved = _moved_together(kernels, thresholds)
+    limit, moved = _moved_together(kernels, thresholds)
     if not moved:
         return
-    names = ", ".join(operand.numbered_layer for operand in moved[:3]) + (" ..." if len(moved) > 3 else "")
     worst = max(moved, key=_distance)
-    most = math.sqrt(thresholds.kernel_jump)
-    yield new_finding(
-        worst,
-        Problem.JUMP,
-        seen=f"{_seen(worst)}. {len(moved)} of {len(kernels)} kernels moved that far: {names}. Everything "
-        "else that is wrong follows from it",
-        threshold=f"a factor of {thresholds.kernel_jump:g}, or of {most:.2g} in most kernels",
-        source="heuristic",
-        advice="lower the learning rate, lengthen its warmup or clip gradients (optax.clip_by_global_norm), and go "
-        "back to a checkpoint",
-    )
+    names = tuple(operand.numbered_layer for operand in moved)
+    counts = {"moved": len(moved), "kernels": len(kernels)}
+    yield Seen(worst, {**_numbers(worst), "kernel_jump": _factor(worst), **counts}, {"kernel_jump": limit}, names)
 
 
-def foreign_state(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+def foreign_state(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]:
     """Kernels whose amax is not what the last step recorded, while others are: the state is that of another layer.
 
     A few steps tell how far a kernel moves in one, and so do the other kernels. Further than that, and noticeably, none
     goes; or, if the inputs or gradients of the layer differ from its state as well, hardly.
     """
     kernels = _recorded(all)
-    if _moved_together(kernels, thresholds):
+    if _moved_together(kernels, thresholds)[1]:
         return
     moved = _beyond(math.log2(thresholds.kernel_jump), kernels)
     by_layer: dict[tuple[str, tuple[int, ...]], list[Operand]] = {}
@@ -62,18 +52,10 @@ def foreign_state(all: list[Operand], thresholds: Thresholds) -> Iterable[Findin
     # Of two states that were exchanged, one may fit nearly.
     named += [o for o in kernels if o not in named and any(_are_exchanged(o, other, usual) for other in named)]
     for operand in named:
-        yield new_finding(
-            operand,
-            Problem.FOREIGN_STATE,
-            seen=_seen(operand) + _whose(operand, kernels, named),
-            threshold=f"a factor of {thresholds.kernel_jump:g}"
-            if operand in moved
-            else f"a factor of {thresholds.kernel_mismatch:g}, where other steps and kernels move {_UNUSUAL:g} times "
-            "less",
-            source="heuristic",
-            advice="the state is not that of this layer: it was loaded from elsewhere, or the weight was replaced. "
-            "Calibrate again: model = step.calibrate(model, *batch); or load matching state",
-        )
+        name = "kernel_jump" if operand in moved else "kernel_mismatch"
+        numbers, (fits, owners) = _numbers(operand), _whose(operand, kernels, named)
+        seen = {**numbers, name: _factor(operand), **({fits: len(owners)} if owners else {})}
+        yield Seen(operand, seen, {name: getattr(thresholds, name)}, owners)
 
 
 def _recorded(all: list[Operand]) -> list[Operand]:
@@ -87,14 +69,14 @@ def _beyond(binades: float, kernels: list[Operand]) -> list[Operand]:
     return [o for o in kernels if _distance(o) > binades]
 
 
-def _moved_together(kernels: list[Operand], thresholds: Thresholds) -> list[Operand]:
-    """The kernels that moved, if most did: by as much as would be odd in one of them, or by half as many binades."""
-    binades = math.log2(thresholds.kernel_jump)
-    for least in (binades, binades / 2):
-        moved = _beyond(least, kernels)
+def _moved_together(kernels: list[Operand], thresholds: Thresholds) -> tuple[float, list[Operand]]:
+    """The kernels that moved, if most did, and by what factor or more: that which would be odd in one of them, or the
+    root of it."""
+    for limit in (thresholds.kernel_jump, math.sqrt(thresholds.kernel_jump)):
+        moved = _beyond(math.log2(limit), kernels)
         if len(kernels) >= 3 and len(moved) > len(kernels) / 2:
-            return moved
-    return []
+            return limit, moved
+    return math.inf, []
 
 
 def _is_unusual(kernel: Operand, others: Sequence[Operand], usual: float | None, thresholds: Thresholds) -> bool:
@@ -105,7 +87,7 @@ def _is_unusual(kernel: Operand, others: Sequence[Operand], usual: float | None,
     if kernel.history.recorded < steps or (usual is None and not known):
         return False
     distance, ordinary = _distance(kernel), max(usual or 0.0, kernel.history.largest_change)
-    if distance <= _UNUSUAL * ordinary:
+    if distance <= UNUSUAL * ordinary:
         return False
     misfit = any(_factor(o) > thresholds.jump for o in others)
     return distance > (_SMALLEST if misfit else math.log2(thresholds.kernel_mismatch))
@@ -119,18 +101,19 @@ def _are_exchanged(kernel: Operand, named: Operand, usual: float | None) -> bool
     return better and _distance(kernel) > ordinary
 
 
-def _whose(kernel: Operand, kernels: list[Operand], named: list[Operand]) -> str:
-    """Whose amax the state recorded, if only one kernel fits that has no state of its own either.
+def _whose(kernel: Operand, kernels: list[Operand], named: list[Operand]) -> tuple[str, tuple[str, ...]]:
+    """The kernels whose amax the state recorded: one, if no other fits that has no state of its own either.
 
     Otherwise the record may be that of the kernel before it was replaced: layers of one shape begin with equal bounds.
+
+    Returns:
+        "owners"; "alike" or "several" if they need not be; and their names.
     """
     near = [o for o in kernels if o is not kernel and _between(o, kernel) < min(_ALIKE, _distance(kernel))]
     owners = [o for o in near if o in named]
-    if len(owners) == 1:
-        return f", the amax of {owners[0].numbered_layer}"
-    if len(near) == 1:
-        return f", about the amax that {near[0].numbered_layer} has too"
-    return f", about the amax of {len(near)} other kernels" if near else ""
+    found = owners if len(owners) == 1 else near
+    fits = "owners" if found is owners else "alike" if len(near) == 1 else "several"
+    return fits, tuple(operand.numbered_layer for operand in found)
 
 
 def _factor(operand: Operand) -> float:
@@ -151,6 +134,6 @@ def _between(kernel: Operand, other: Operand) -> float:
     return abs(math.log2(kernel["amax"] / other.history.newest))
 
 
-def _seen(operand: Operand) -> str:
+def _numbers(operand: Operand) -> dict[str, float]:
     assert operand.history is not None
-    return f"amax {operand['amax']:.2g}; the last step recorded {operand.history.newest:.2g}"
+    return {"amax": operand["amax"], "recorded": operand.history.newest}
