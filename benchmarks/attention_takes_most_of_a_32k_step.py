@@ -104,9 +104,7 @@ def step_seconds(tokens: int, config: Fp8Config | None, device: str, layers: int
             fused_attention=True,
         )
         options = {TRITON_PRODUCTS: False}
-        report = inspect_step(
-            function, *args, device=device, devices=devices, compiler_options=options, other_setting=False
-        )
+        report = inspect_step(function, *args, device=device, devices=devices, compiler_options=options)
         found.append(seconds_of(report))
     one, two = found
     return Counter({name: one[name] + (layers - 1) * (two[name] - one[name]) for name in two})

@@ -116,9 +116,9 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         "repeated",
     )
     parser.add_argument(
-        "--one-setting",
+        "--both-settings",
         action="store_true",
-        help="do not compile a second time with the other setting of xla_gpu_enable_triton_gemm",
+        help="compile once more with the other setting of xla_gpu_enable_triton_gemm, and say what changes",
     )
     parser.add_argument(
         "--all", action="store_true", help="list every product with formats and implementation, not a row per layer"

@@ -171,7 +171,7 @@ def compile_with_progress(step: Step, baseline: Step | None, options: argparse.N
                 console.print(what)
 
         def compile_all() -> PreflightReport:
-            report = inspect_step(
+            return inspect_step(
                 step.function,
                 *step.args,
                 device=options.device,
@@ -181,13 +181,9 @@ def compile_with_progress(step: Step, baseline: Step | None, options: argparse.N
                 compare=None if baseline is None else (baseline.function, baseline.args),
                 known=step.known,
                 compiler_options=options.xla,
-                other_setting=not options.one_setting,
+                other_setting=options.both_settings,
                 progress=say,
             )
-            if report.compile_other is not None:
-                say("compiling with the other setting of xla_gpu_enable_triton_gemm")
-                assert report.other is not None
-            return report
 
         return interruptible(compile_all)
 

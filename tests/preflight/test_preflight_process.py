@@ -102,7 +102,7 @@ def test_preflights_in_threads(names):
     reports = {}
 
     def compile_for(i, name):
-        reports[i] = inspect_step(step, *args, device=name, other_setting=False)
+        reports[i] = inspect_step(step, *args, device=name)
 
     in_threads(*(lambda i=i, name=name: compile_for(i, name) for i, name in enumerate(names)))
     assert [reports[i].device.name for i in range(len(names))] == names

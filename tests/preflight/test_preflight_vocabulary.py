@@ -74,6 +74,6 @@ def here(x, key):
 @pytest.mark.parametrize(("function", "device"), [("here", "local"), *on(["anywhere"], ["h100", "tpu7x"])])
 def test_what_jax_compiles_to_is_known(function, device):
     args = jax.ShapeDtypeStruct((16, 16), jnp.float32), jax.random.key(0)
-    report = inspect_step({"here": here, "anywhere": anywhere}[function], *args, device=device, other_setting=False)
+    report = inspect_step({"here": here, "anywhere": anywhere}[function], *args, device=device)
     assert unknown_calls(report.step) == set()
     assert "custom-call" in report.step.text

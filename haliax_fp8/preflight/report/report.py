@@ -1,10 +1,8 @@
 """The results of a preflight, their limits, and requirements on them."""
 
 import dataclasses
-import functools
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import RenderableType
@@ -39,7 +37,8 @@ class PreflightReport(Printable):
         step: The step.
         baseline: The program that it is compared with; None if there is none.
         flags: The flags that XLA got from the user.
-        compile_other: Compiles the step with the other setting of `xla_gpu_enable_triton_gemm`; None if not requested.
+        other: The step with the other setting of `xla_gpu_enable_triton_gemm`; None if not requested, or if it does not
+            matter on the device.
     """
 
     device: CompilableDevice
@@ -47,7 +46,7 @@ class PreflightReport(Printable):
     step: Program
     baseline: Program | None = None
     flags: XlaFlags = XlaFlags()
-    compile_other: Callable[[], Program] | None = dataclasses.field(default=None, repr=False, compare=False)
+    other: Program | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -58,12 +57,6 @@ class PreflightReport(Printable):
     def fp8_share(self) -> float:
         """The share of the step's FLOPs that run in FP8."""
         return self.step.fp8_share
-
-    @functools.cached_property
-    def other(self) -> Program | None:
-        """The step with the other setting of `xla_gpu_enable_triton_gemm`; None if not requested, or if it does not
-        matter on the device. It is compiled on first access: when the report is shown."""
-        return None if self.compile_other is None else self.compile_other()
 
     @property
     def estimate(self) -> Estimate | None:
