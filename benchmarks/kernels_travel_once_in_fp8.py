@@ -30,8 +30,9 @@ import haliax_fp8 as fp8
 from haliax_fp8.memory import KernelResidual
 from haliax_fp8.models import TransformerConfig, swiglu
 from haliax_fp8.preflight import inspect_step
-from haliax_fp8.preflight.hlo.sites import entry_sites, launches
-from haliax_fp8.preflight.hlo.text import Shape, parse_hlo
+from haliax_fp8.preflight.hlo import parse_hlo
+from haliax_fp8.preflight.instruction import Shape
+from haliax_fp8.preflight.program import entry_sites, launches
 from haliax_fp8.training import ReduceOnce
 
 

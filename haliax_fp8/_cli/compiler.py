@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from ..preflight.compilable.compilers import compilers
+from ..preflight.compilers import compilers
 from .load import UsageError
 from .screen import on_error
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..preflight import PreflightReport, compilable_devices
-from ..preflight.compilable.compilers import compilers
+from ..preflight.compilers import compilers
 from ..recipes.catalog import named
 from .checkpoint import add_checkpoint_parser
 from .demo import demos, stackings

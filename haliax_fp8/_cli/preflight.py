@@ -19,7 +19,7 @@ from ..devices.device import Device
 from ..layers.config import Fp8Config
 from ..layers.describe import describe
 from ..preflight import PreflightError, PreflightReport, inspect_step
-from ..preflight.compilable.named import as_compilable
+from ..preflight.devices import as_compilable
 from .demo import demo_by_name, demo_step
 from .load import Step, UsageError, load_step, split_reference
 from .options import IN_BFLOAT16

@@ -6,12 +6,11 @@ from typing import Any
 
 from ..devices.device import Device
 from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
-from .compilable.device import CompilableDevice
-from .compilable.named import as_compilable
+from .analyze import analyze
 from .compile import MeshLike, compile_for, make_mesh
-from .report.report import PreflightReport
-from .verdict.analysis import analyze
-from .verdict.program import Program
+from .devices import CompilableDevice, as_compilable
+from .product import Program
+from .report import PreflightReport
 
 
 def inspect_step(

@@ -20,8 +20,8 @@ import haliax_fp8 as fp8
 from haliax_fp8._cli.demo import demo_by_name, demo_step, demos
 from haliax_fp8._cli.main import main
 from haliax_fp8.preflight import compilable_devices
-from haliax_fp8.preflight.compilable.compilers import NVIDIA
-from haliax_fp8.preflight.report.units import operations
+from haliax_fp8.preflight.compilers import NVIDIA
+from haliax_fp8.preflight.render import operations
 
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -25,7 +25,7 @@ from haliax_fp8.preflight import (
     has_fp8_product,
     inspect_step,
 )
-from haliax_fp8.preflight.compilable.named import as_compilable
+from haliax_fp8.preflight.devices import as_compilable
 
 
 def gpu(name):
@@ -394,7 +394,7 @@ def test_progress_is_told():
 # --- Devices and meshes -----------------------------------------------------------------------------------------------
 
 
-def test_unknown_devicesare_named():
+def test_unknown_devices_are_named():
     with pytest.raises(ValueError, match=r"the 1 arguments in args: missing.*inspect_step\(step"):
         inspect_step(lambda model, x: x, jnp.ones(2), device="local")
     with pytest.raises(ValueError, match=r"device='h1000' is unknown.*h100, h200"):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from haliax_fp8.preflight import compilable_devices, inspect_step
-from haliax_fp8.preflight.compilable.process import changed_process
+from haliax_fp8.preflight.compilers import changed_process
 
 
 VARIABLE, LOGGER, MESSAGE = "HALIAX_FP8_TEST_VARIABLE", "haliax_fp8.test_logger", "this is expected"

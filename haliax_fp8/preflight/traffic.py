@@ -1,9 +1,7 @@
 """The bytes that a launch reads and writes: of an array that it slices or updates in place, only the slice."""
 
-from ...devices.traffic import Traffic
-from .sites import Site, opened
-from .text import Shape
-from .vocabulary import (
+from ..devices.traffic import Traffic
+from .instruction import (
     ALLOCATED,
     BITCAST,
     JOINED,
@@ -14,16 +12,15 @@ from .vocabulary import (
     SLICES,
     TRANSPOSE,
     UPDATE,
-    custom_call_name,
-    ends,
-    is_fusion,
+    Shape,
 )
+from .program import Site, opened
 
 
 def is_launch(site: Site) -> bool:
     """Whether an instruction makes the device do something: not an alias, not the end of an asynchronous one."""
-    runs = site.instruction.opcode not in NO_LAUNCH and not ends(site.instruction.opcode)
-    return runs and custom_call_name(site.instruction) not in (ALLOCATED, JOINED)
+    runs = site.instruction.opcode not in NO_LAUNCH and not site.instruction.ends
+    return runs and site.instruction.custom_call_name not in (ALLOCATED, JOINED)
 
 
 def traffic_of(launch: Site) -> Traffic:
@@ -52,7 +49,7 @@ def _is_transposed(site: Site) -> bool:
 def touched(launch: Site) -> int:
     """The bytes that a launch (a fusion or any other instruction) reads and writes in one run."""
     instruction = launch.instruction
-    if is_fusion(instruction):
+    if instruction.is_fusion:
         root = launch.root(instruction.called("calls")[0])
         return sum(_read(root.beside(p.name)) for p in root.computation.parameters) + _written(root)
     opcode = instruction.opcode
@@ -91,7 +88,7 @@ def _read(parameter: Site) -> int:
             parts += user.instruction.shape.bytes
         elif opcode in (UPDATE, SCATTER) and is_first:
             continue  # Written in place, not read.
-        elif is_fusion(user.instruction):
+        elif user.instruction.is_fusion:
             root = user.root(user.instruction.called("calls")[0])
             parts += sum(
                 _read(root.beside(inner.name))
@@ -122,6 +119,6 @@ def _written(root: Site) -> int:
         return root.operands[2].instruction.shape.bytes
     if instruction.opcode == "parameter":
         return 0
-    if is_fusion(instruction):
+    if instruction.is_fusion:
         return _written(root.root(instruction.called("calls")[0]))
     return instruction.shape.bytes

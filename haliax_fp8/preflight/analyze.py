@@ -4,35 +4,34 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 
-from ..._product.names import DGRAD, FPROP, WGRAD
-from ...devices.traffic import Traffic
-from ..compilable.device import CompilableDevice
-from ..compile import Compiled
-from ..hlo.destination import destinations, matching
-from ..hlo.dimensions import Dimensions, dimensions, grouped_operands
-from ..hlo.origin import Origin, entering, gathers, origin, windowed
-from ..hlo.scopes import asks_for_fp8, dotted, label, layer_of, product_name, rotates
-from ..hlo.sites import Site, entry_sites, launches, opened, trip_count
-from ..hlo.text import Module, parse_hlo
-from ..hlo.traffic import is_launch, touched, traffic_of
-from ..hlo.vocabulary import (
-    COLLECTIVES,
-    CUSTOM_CALL,
-    LIBRARIES,
-    START,
-    Call,
-    call_of,
-    custom_call_name,
-    grouped_tile,
-    is_fusion,
-    is_triton,
+from .._product.names import DGRAD, FPROP, WGRAD
+from ..devices.peaks import is_narrow
+from ..devices.traffic import Traffic
+from .collectives import Multiplying, read_collective
+from .compile import Compiled
+from .devices import CompilableDevice
+from .hlo import Module, parse_hlo
+from .instruction import COLLECTIVES, CUDNN_ATTENTION, CUSTOM_CALL, LIBRARIES, START, Call
+from .product import TRITON, Opaque, OtherLaunches, Product, Program, Verdict
+from .program import Site, entry_sites, launches, opened, trip_count
+from .sizes import Dimensions, dimensions, grouped_operands
+from .trace import (
+    Origin,
+    asks_for_fp8,
+    destinations,
+    dotted,
+    entering,
+    gathers,
+    label,
+    layer_of,
+    matching,
+    origin,
+    product_name,
+    rotates,
+    windowed,
 )
-from .attention import attention_products, is_attention
-from .collective import Multiplying, read_collective
-from .product import TRITON, Product
-from .program import Opaque, OtherLaunches, Program
-from .reason import Evidence, indivisible, judge
-from .written import Written, candidates, made_from, written_products
+from .traffic import is_launch, touched, traffic_of
+from .verdict import Evidence, Written, candidates, indivisible, indivisible_sizes, judge, made_from, written_products
 
 
 _SMALL = 10**6
@@ -57,9 +56,9 @@ def analyze(compiled: Compiled, device: CompilableDevice, known: Mapping[str, st
             multiplying.append(Multiplying(launch, tuple(f"{p.layer or label(p.scope)} {p.name}" for p in found)))
         elif (kind := instruction.opcode.removesuffix(START)) in COLLECTIVES:
             communicating.append((launch, kind))
-        elif instruction.opcode == CUSTOM_CALL and call_of(instruction) is not Call.OTHER:
+        elif instruction.opcode == CUSTOM_CALL and instruction.call_kind is not Call.OTHER:
             dtypes = tuple(operand.instruction.shape.dtype for operand in launch.operands)
-            opaque.append(Opaque(custom_call_name(instruction), dtypes, launch.executions, instruction.op_name))
+            opaque.append(Opaque(instruction.custom_call_name, dtypes, launch.executions, instruction.op_name))
         else:
             traffic = traffic_of(launch)
             others += traffic * launch.executions
@@ -160,7 +159,7 @@ class _Reader:
             arguments = weight.arguments
         layer = " + ".join(dict.fromkeys(map(layer_of, arguments)))
         # The arrays from which a Triton kernel reads the operands.
-        read = [entering(launch, operand) if is_triton(launch.instruction) else None for operand in operands]
+        read = [entering(launch, operand) if launch.instruction.is_triton else None for operand in operands]
         evidence = Evidence(size, scope, layer, lhs, rhs, written, (read[0], read[1]))
         verdict, reason = judge(evidence, self.device, self.known)
         return Product(
@@ -206,7 +205,7 @@ class _Reader:
 
 def _operands(site: Site) -> tuple[Site, Site]:
     """The two operands of a product."""
-    first, second = site.operands[:2] if grouped_tile(site.instruction) is None else grouped_operands(site)
+    first, second = site.operands[:2] if site.instruction.grouped_tile is None else grouped_operands(site)
     return first, second
 
 
@@ -223,7 +222,7 @@ def _weight(lhs: Origin, rhs: Origin, written: Written | None) -> Origin:
 
 def _stored_dtype(launch: Site, size: Dimensions) -> str:
     """The type of a product's result in memory: a fusion may cast it before writing it."""
-    if is_fusion(launch.instruction):
+    if launch.instruction.is_fusion:
         for shape in launch.results:
             if shape.size == size.out.size:
                 return shape.dtype
@@ -231,10 +230,68 @@ def _stored_dtype(launch: Site, size: Dimensions) -> str:
 
 
 def _implementation(launch: Site, site: Site) -> str:
-    if grouped_tile(site.instruction) is not None:
+    if site.instruction.grouped_tile is not None:
         return "grouped f8" if "f8" in grouped_operands(site)[0].instruction.shape.dtype else "grouped"
-    if name := custom_call_name(site.instruction):
+    if name := site.instruction.custom_call_name:
         return LIBRARIES.get(name, name)
     if launch is site:
         return site.instruction.opcode
-    return f"{TRITON if is_triton(launch.instruction) else 'fused'} {site.instruction.opcode}"
+    return f"{TRITON if launch.instruction.is_triton else 'fused'} {site.instruction.opcode}"
+
+
+def is_attention(launch: Site) -> bool:
+    """Whether a launch is a fused attention whose sizes are known."""
+    call = launch.instruction
+    return call.opcode == CUSTOM_CALL and call.call_kind is Call.ATTENTION and call.scores is not None
+
+
+def attention_products(launch: Site, device: CompilableDevice) -> Iterator[Product]:
+    """The products of a fused attention.
+
+    Forward: scores and output. Backward: the scores again, and the gradients of weights, value, query and key.
+
+    Args:
+        launch: A launch for which `is_attention` holds.
+        device: The device.
+    """
+    scores = launch.instruction.scores
+    assert scores is not None
+    query, key, value = (operand.instruction.shape for operand in launch.operands[:3])
+    m, n, width, of_value = scores.queries, scores.keys, query.dims[-1], value.dims[-1]
+    sizes = [(m, n, width), (m, of_value, n)]
+    if scores.is_backward:
+        # The gradients of weights, value, query and key; the output itself is not recomputed.
+        sizes = [sizes[0], (m, n, of_value), (n, of_value, m), (m, width, n), (n, width, m)]
+    dtypes = query.dtype, key.dtype
+    narrow = all(map(is_narrow, dtypes))
+    lacking = next((reason for dtype in dtypes if narrow and (reason := device.lacks(dtype)) is not None), None)
+    verdict = Verdict.HIGH_PRECISION if not narrow else Verdict.EMULATED if lacking else Verdict.FP8
+    reason = lacking or ("" if narrow else f"fused attention in {query.dtype}")
+    scope = launch.instruction.op_name
+    for m, n, k in sizes:
+        yield Product(
+            layer="",
+            name=product_name(scope),
+            scope=scope,
+            batch=scores.batch,
+            m=m,
+            n=n,
+            k=k,
+            lhs=dtypes[0],
+            rhs=dtypes[1],
+            widened="",
+            out=launch.results[0].dtype,
+            compute="",
+            written=query.dtype,
+            block_scaled=False,
+            indivisible=indivisible_sizes(m, n, k),
+            implementation=CUDNN_ATTENTION,
+            groups=1,
+            surplus=1.0,
+            executions=launch.executions,
+            bytes=touched(launch) // len(sizes),
+            verdict=verdict,
+            reason=reason,
+            in_attention=True,
+            halved=scores.is_causal,
+        )

@@ -1,16 +1,21 @@
-"""Where XLA's compilers for other devices are installed: next to the environment's packages, where JAX does not look.
+"""XLA's compilers for other devices: where they are installed, and what compiling with them changes in this process.
 
 Each comes in the wheel that JAX loads to run on such a device. If it were among the environment's packages, JAX would
 start it in every program, look for a device or a driver, and log a traceback or errors because it found none. So
 `python -m haliax_fp8 install-compiler` unpacks the wheel elsewhere, and it is loaded only to compile something.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
+import logging
+import os
 import pathlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,3 +76,37 @@ NVIDIA = Compiler(
 )
 TPU = Compiler("tpu", "TPUs", {"libtpu": "libtpu/libtpu.so"}, 480)
 compilers = {compiler.name: compiler for compiler in (NVIDIA, TPU)}
+
+
+# Variables, log filters and warning filters belong to the whole process: if two threads restored them in the wrong
+# order, a change would remain. A thread may enter again.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+@contextlib.contextmanager
+def changed_process(
+    *, variables: Mapping[str, str] | None = None, quiet: Sequence[str] = (), ignored: Sequence[str] = ()
+) -> Iterator[None]:
+    """Changes the process, and undoes the changes at the end; other threads wait until then.
+
+    Args:
+        variables: Environment variables by name; those that are set already do not change.
+        quiet: Names of loggers whose warnings are dropped.
+        ignored: Beginnings of the messages of Python warnings that are dropped.
+    """
+    with _ONE_AT_A_TIME, contextlib.ExitStack() as undo:
+        for name, value in (variables or {}).items():
+            if name not in os.environ:
+                os.environ[name] = value
+                undo.callback(os.environ.pop, name, None)
+        for name in quiet:
+            logging.getLogger(name).addFilter(_is_error)
+            undo.callback(logging.getLogger(name).removeFilter, _is_error)
+        undo.enter_context(warnings.catch_warnings())
+        for message in ignored:
+            warnings.filterwarnings("ignore", message=message)
+        yield
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

@@ -6,108 +6,11 @@ it.
 
 import dataclasses
 import functools
-import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
 
-
-# The widths of element types that are not named after them.
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32}
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """An array's element type by XLA's name, and its sizes; or a tuple of shapes, whose `dtype` is `tuple`."""
-
-    dtype: str
-    dims: tuple[int, ...] = ()
-    elements: tuple["Shape", ...] = ()
-
-    @property
-    def bits(self) -> int:
-        """The width of an element."""
-        if self.dtype in _BITS:
-            return _BITS[self.dtype]
-        width = re.match(r"[a-z]+(\d+)", self.dtype)
-        return int(width[1]) if width else 0
-
-    @property
-    def size(self) -> int:
-        """The number of elements of an array."""
-        return math.prod(self.dims)
-
-    @property
-    def bytes(self) -> int:
-        """Its size without padding; for a tuple, the sum of its parts."""
-        if self.dtype == "tuple":
-            return sum(part.bytes for part in self.elements)
-        return -(-self.size * self.bits // 8)
-
-    @property
-    def arrays(self) -> tuple["Shape", ...]:
-        """The arrays in a shape, with tuples flattened."""
-        if self.dtype != "tuple":
-            return (self,)
-        return tuple(array for part in self.elements for array in part.arrays)
-
-    def __str__(self) -> str:
-        if self.dtype == "tuple":
-            return f"({', '.join(map(str, self.elements))})"
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """One instruction.
-
-    Operands are names; those of a parameter or a constant are the text in its parentheses. Attributes are the text
-    after each name. The root is the result of its computation.
-    """
-
-    name: str
-    shape: Shape
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: dict[str, str]
-    is_root: bool = False
-
-    def attribute(self, name: str) -> str:
-        """The text of an attribute without quotes; empty if there is none."""
-        text = self.attributes.get(name, "")
-        return _unquoted(text) if text.startswith('"') else text
-
-    def ints(self, name: str) -> tuple[int, ...]:
-        """The integers in an attribute, such as `lhs_contracting_dims={1}`."""
-        return tuple(map(int, re.findall(r"-?\d+", self.attributes.get(name, ""))))
-
-    @functools.cached_property
-    def op_name(self) -> str:
-        """Where the instruction comes from: the stack of named scopes."""
-        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes.get("metadata", ""))
-        return _unquoted(f'"{match[1]}"') if match else ""
-
-    @functools.cached_property
-    def config(self) -> dict[str, Any]:
-        """The backend's configuration; empty if there is none or it is not JSON."""
-        text = self.attribute("backend_config")
-        try:
-            config = json.loads(text) if text else {}
-        except json.JSONDecodeError:
-            return {}
-        return config if isinstance(config, dict) else {}
-
-    def called(self, *names: str) -> tuple[str, ...]:
-        """The computations that attributes name."""
-        found: list[str] = []
-        for name in names:
-            found += re.findall(r"%?([\w.\-]+)", self.attributes.get(name, ""))
-        return tuple(found)
-
-    @property
-    def parameter_number(self) -> int:
-        return int(self.operands[0])
+from .instruction import Instruction, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,8 +162,3 @@ def _shape(line: str, start: int) -> tuple[Shape, int]:
         raise ValueError(f"not an HLO shape: {line[start : start + 80]!r}")
     dims = tuple(int(dim.strip().removeprefix("<=")) for dim in match["dims"].split(",") if dim.strip())
     return Shape(match["dtype"], dims), match.end()
-
-
-def _unquoted(text: str) -> str:
-    """A string without its quotes and escapes."""
-    return re.sub(r"\\(.)", r"\1", text[1:-1])

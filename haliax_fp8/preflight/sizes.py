@@ -4,9 +4,7 @@ import dataclasses
 import math
 import re
 
-from .sites import Site
-from .text import Shape
-from .vocabulary import (
+from .instruction import (
     BLOCK_SCALED,
     CONVOLUTION,
     CONVOLUTION_FILTER_GRAD,
@@ -19,12 +17,9 @@ from .vocabulary import (
     RAGGED_DOT,
     SCALED_DOT,
     Call,
-    call_of,
-    custom_call_name,
-    dot_numbers,
-    grouped_tile,
-    is_scaled_dot,
+    Shape,
 )
+from .program import Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +74,7 @@ def dimensions(site: Site) -> Dimensions | None:
         contract = instruction.ints("lhs_contracting_dims")
         size = _of_dot(site, instruction.ints("lhs_batch_dims"), contract, instruction.ints("rhs_contracting_dims"))
         return dataclasses.replace(size, block_scaled=instruction.opcode == SCALED_DOT)
-    if is_scaled_dot(instruction):
+    if instruction.is_scaled_dot:
         return _of_composite(site)
     if instruction.opcode == RAGGED_DOT:
         return _of_ragged_dot(site)
@@ -140,7 +135,7 @@ def _of_grouped_call(site: Site, tile: tuple[int, int, int]) -> Dimensions:
     """
     lhs, rhs = (operand.instruction.shape for operand in grouped_operands(site))
     out = _result(site)
-    if custom_call_name(site.instruction) == MOSAIC_TPU:
+    if site.instruction.custom_call_name == MOSAIC_TPU:
         if len(rhs.dims) == 3:
             m, k = lhs.dims
             return Dimensions(1, m, out.dims[1], k, lhs, rhs, out, surplus=1.0 + rhs.dims[0] * tile[0] / m)
@@ -165,19 +160,19 @@ def _is_floating(site: Site) -> bool:
 
 
 def _of_custom_call(site: Site) -> Dimensions | None:
-    if (tile := grouped_tile(site.instruction)) is not None:
+    if (tile := site.instruction.grouped_tile) is not None:
         return _of_grouped_call(site, tile)
-    match call_of(site.instruction):
+    match site.instruction.call_kind:
         case Call.CONVOLUTION:
             return _of_convolution(site)
-        case Call.PRODUCT if (numbers := dot_numbers(site.instruction)) is not None:
-            is_block_scaled = custom_call_name(site.instruction) in BLOCK_SCALED
+        case Call.PRODUCT if (numbers := site.instruction.dot_numbers) is not None:
+            is_block_scaled = site.instruction.custom_call_name in BLOCK_SCALED
             return dataclasses.replace(_of_dot(site, *numbers), block_scaled=is_block_scaled)
-        case Call.PRODUCT if custom_call_name(site.instruction) == CUDNN_IN_BLOCKS:
+        case Call.PRODUCT if site.instruction.custom_call_name == CUDNN_IN_BLOCKS:
             # Scales are in blocks along the summed axis, which is the last one of both.
             last = len(site.operands[0].instruction.shape.dims) - 1
             return dataclasses.replace(_of_dot(site, tuple(range(last - 1)), (last,), (last,)), block_scaled=True)
-        case Call.PRODUCT if custom_call_name(site.instruction) == ONEDNN:
+        case Call.PRODUCT if site.instruction.custom_call_name == ONEDNN:
             lhs, rhs = (len(operand.instruction.shape.dims) for operand in site.operands[:2])
             return _of_dot(site, tuple(range(lhs - 2)), (lhs - 1,), (rhs - 2,))  # Over the last two axes.
     return None
@@ -191,7 +186,7 @@ def _of_convolution(site: Site) -> Dimensions:
     """
     first, second = (operand.instruction.shape for operand in site.operands[:2])
     result = _result(site)
-    name = custom_call_name(site.instruction)
+    name = site.instruction.custom_call_name
     if name == CONVOLUTION_FILTER_GRAD:
         size = _of_forward_convolution(site, first, result, second)
         m, n, k = size.k, size.n, size.m

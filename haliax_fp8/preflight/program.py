@@ -3,21 +3,8 @@
 import dataclasses
 from collections.abc import Iterator
 
-from .text import Computation, Instruction, Module, Shape
-from .vocabulary import (
-    ADD,
-    COMPARE,
-    COMPARISONS,
-    COPIES,
-    COPY_START,
-    DONE,
-    FUSION_START,
-    begins,
-    ends,
-    is_fusion,
-    known_trip_count,
-    subprograms,
-)
+from .hlo import Computation, Module
+from .instruction import ADD, COMPARE, COMPARISONS, COPIES, COPY_START, DONE, FUSION_START, Instruction, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +37,8 @@ class Site:
         """The instructions that continue an asynchronous operation, which this one starts, and the one that ends it."""
         found: list[Site] = []
         current = self
-        while begins(self.instruction.opcode) and not current.instruction.opcode.endswith(DONE):
-            users = (user for user in self.computation.users[current.instruction.name] if ends(user.opcode))
+        while self.instruction.begins and not current.instruction.opcode.endswith(DONE):
+            users = (user for user in self.computation.users[current.instruction.name] if user.ends)
             if (user := next(users, None)) is None:
                 break
             current = self.beside(user.name)
@@ -64,6 +51,12 @@ class Site:
         return self.operands + tuple(late for after in self.continuations for late in after.operands[1:])
 
     @property
+    def reduction(self) -> str:
+        """The opcode with which a collective combines values; empty if it does not."""
+        names = self.instruction.called("to_apply")
+        return self.module[names[0]].root.opcode if names else ""
+
+    @property
     def results(self) -> tuple[Shape, ...]:
         """The arrays that it makes; an instruction that only starts an operation returns its operands before them."""
         got = self.instruction.shape.arrays
@@ -72,7 +65,7 @@ class Site:
             return got[:1]
         if self.instruction.opcode == FUSION_START:
             return self.root(self.instruction.called("calls")[0]).instruction.shape.arrays
-        return got[given : 2 * given] if begins(self.instruction.opcode) and len(got) > given else got
+        return got[given : 2 * given] if self.instruction.begins and len(got) > given else got
 
     def root(self, name: str) -> "Site":
         """The result of a function that this instruction calls; a loop of unknown length calls it once."""
@@ -95,7 +88,7 @@ def entry_sites(module: Module) -> Iterator[Site]:
 def launches(sites: Iterator[Site]) -> Iterator[Site]:
     """The instructions that run, with fusions as one each; loops, calls and branches are opened. See `entry_sites`."""
     for site in sites:
-        inner = subprograms(site.instruction)
+        inner = site.instruction.subprograms
         if not inner:
             yield site
         for name in inner:
@@ -105,7 +98,7 @@ def launches(sites: Iterator[Site]) -> Iterator[Site]:
 def opened(launch: Site) -> Iterator[Site]:
     """A launch's instruction and, for a fusion, all instructions inside it, including nested fusions."""
     yield launch
-    if is_fusion(launch.instruction):
+    if launch.instruction.is_fusion:
         for name in launch.instruction.called("calls"):
             for inner in launch.inside(name):
                 yield from opened(inner)
@@ -118,7 +111,7 @@ def trip_count(loop: Site) -> int | None:
     JAX writes for `scan` and `fori_loop`: a counter starts at a constant, is compared with a constant, and is
     incremented by one in each iteration.
     """
-    if (known := known_trip_count(loop.instruction)) is not None:
+    if (known := loop.instruction.known_trip_count) is not None:
         return known
     test, body = (_computed(_result(loop, name)) for name in ("condition", "body"))
     initial = loop.operands[0]
@@ -146,9 +139,9 @@ def _computed(site: Site) -> Site:
     """The instruction that computes a value, looking through copies, casts and fusions."""
     if site.instruction.opcode in COPIES:
         return _computed(site.operands[0])
-    if is_fusion(site.instruction):
+    if site.instruction.is_fusion:
         return _computed(site.root(site.instruction.called("calls")[0]))
-    if site.instruction.opcode == "parameter" and site.caller is not None and is_fusion(site.caller.instruction):
+    if site.instruction.opcode == "parameter" and site.caller is not None and site.caller.instruction.is_fusion:
         return _computed(site.caller.operands[site.instruction.parameter_number])
     return site
 

@@ -3,21 +3,11 @@
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from ..._product.names import WGRAD
-from ...devices.peaks import is_narrow
-from ..hlo.scopes import product_name
-from ..hlo.sites import Site
-from ..hlo.text import Shape
-from ..hlo.vocabulary import (
-    ADD,
-    ALL_REDUCE,
-    DONE,
-    SENT_WHOLE,
-    begins,
-    devices_in_group,
-    is_synchronous,
-    reduction_of,
-)
+from .._product.names import WGRAD
+from ..devices.peaks import is_narrow
+from .instruction import ADD, ALL_REDUCE, DONE, SENT_WHOLE, Shape
+from .program import Site
+from .trace import product_name
 
 
 # An instruction, by the names of its function and itself, and the index of one of its results.
@@ -102,7 +92,7 @@ def read_collective(
     """
     given = tuple(array for operand in site.operands for array in operand.instruction.shape.arrays)
     made = site.results
-    devices = devices_in_group(site.instruction, site.module.devices)
+    devices = site.instruction.devices_in_group(site.module.devices)
     # Some have operands besides those that they return: where to put what they receive, and how much of it.
     wires = [_wire(kind, before, after, devices) for before, after in zip(given, made, strict=False)]
     parts = tuple(
@@ -110,7 +100,7 @@ def read_collective(
         for index, (shape, wire) in enumerate(zip(made, wires, strict=True))
     )
     begin = site
-    while begin.caller is not None and begins(begin.caller.instruction.opcode):
+    while begin.caller is not None and begin.caller.instruction.begins:
         begin = begin.caller
     end = _end(begin)
     return Collective(
@@ -121,7 +111,7 @@ def read_collective(
         scope=site.instruction.op_name,
         devices=devices,
         parts=parts,
-        reduction=reduction_of(site.module, site.instruction),
+        reduction=site.reduction,
         is_asynchronous=end is not None,
         meanwhile=() if end is None else _between(begin, end, multiplying),
     )
@@ -137,7 +127,7 @@ def _wire(kind: str, before: Shape, after: Shape, devices: int) -> float:
 
 def _end(begin: Site) -> str | None:
     """The name of the instruction that ends an asynchronous collective; None for one that blocks."""
-    if is_synchronous(begin.instruction) or not (after := begin.continuations):
+    if begin.instruction.is_synchronous or not (after := begin.continuations):
         return None
     last = after[-1].instruction
     return last.name if last.opcode.endswith(DONE) else None
