@@ -100,7 +100,7 @@ def row(recipe: str, way: str, flags: str, device: str, sizes: MicrobatchSizes =
     model = eqx.filter_eval_shape(lambda: mlp(sizes, recipe))
     batch = jax.ShapeDtypeStruct((sizes.microbatches, sizes.tokens, sizes.inputs), jnp.bfloat16)
     function = partial(gradients, WAYS[way], sizes)
-    report = inspect_step(function, model, batch, device=device, compiler_options=FLAGS[flags], other_setting=False)
+    report = inspect_step(function, model, batch, device=device, compiler_options=FLAGS[flags])
     return {
         "recipe": recipe,
         "way": way,

@@ -25,13 +25,13 @@ from haliax_fp8._cli.demo import demo_by_name, demo_step
 from haliax_fp8.devices.roofline import Roofline
 from haliax_fp8.devices.xla_flags import TRITON_PRODUCTS
 from haliax_fp8.preflight import inspect_step
-from haliax_fp8.preflight.hlo.dimensions import dimensions
-from haliax_fp8.preflight.hlo.sites import Site, entry_sites, launches, opened
-from haliax_fp8.preflight.hlo.text import parse_hlo
-from haliax_fp8.preflight.hlo.traffic import is_launch, traffic_of
-from haliax_fp8.preflight.hlo.vocabulary import COLLECTIVES
-from haliax_fp8.preflight.report.report import PreflightReport
-from haliax_fp8.preflight.verdict.attention import is_attention
+from haliax_fp8.preflight.analyze import is_attention
+from haliax_fp8.preflight.hlo import parse_hlo
+from haliax_fp8.preflight.instruction import COLLECTIVES
+from haliax_fp8.preflight.program import Site, entry_sites, launches, opened
+from haliax_fp8.preflight.report import PreflightReport
+from haliax_fp8.preflight.sizes import dimensions
+from haliax_fp8.preflight.traffic import is_launch, traffic_of
 
 
 LINK = 0.8 * 450e9
@@ -104,9 +104,7 @@ def step_seconds(tokens: int, config: Fp8Config | None, device: str, layers: int
             fused_attention=True,
         )
         options = {TRITON_PRODUCTS: False}
-        report = inspect_step(
-            function, *args, device=device, devices=devices, compiler_options=options, other_setting=False
-        )
+        report = inspect_step(function, *args, device=device, devices=devices, compiler_options=options)
         found.append(seconds_of(report))
     one, two = found
     return Counter({name: one[name] + (layers - 1) * (two[name] - one[name]) for name in two})

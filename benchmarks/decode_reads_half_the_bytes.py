@@ -69,7 +69,7 @@ def row(scheme: str, rows: int, flags: str, device: str, sizes: Sizes = LLAMA_8B
     x = eqx.filter_eval_shape(lambda: hax.zeros(axes, jnp.bfloat16))
     call = lambda blocks, x: blocks.fold(x)
     options = FLAGS[flags]
-    program = inspect_step(call, blocks, x, device=device, compiler_options=options, other_setting=False).step
+    program = inspect_step(call, blocks, x, device=device, compiler_options=options).step
     verdicts = collections.Counter(product.verdict.name for product in program.products)
     return {
         "scheme": scheme,

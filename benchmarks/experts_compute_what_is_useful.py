@@ -35,7 +35,7 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
 def figures(device: str, recipe: str | None, size: str) -> Row:
     """What the compiled program does."""
     args = eqx.filter_eval_shape(layer_and_batch, recipe, *SIZES[size], use_gmm=False)
-    found = inspect_step(gradients, *args, device=device, other_setting=False).step
+    found = inspect_step(gradients, *args, device=device).step
     return {
         "size": size,
         "recipe": recipe or "bf16",

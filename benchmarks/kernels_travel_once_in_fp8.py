@@ -30,8 +30,9 @@ import haliax_fp8 as fp8
 from haliax_fp8.memory import KernelResidual
 from haliax_fp8.models import TransformerConfig, swiglu
 from haliax_fp8.preflight import inspect_step
-from haliax_fp8.preflight.hlo.sites import entry_sites, launches
-from haliax_fp8.preflight.hlo.text import Shape, parse_hlo
+from haliax_fp8.preflight.hlo import parse_hlo
+from haliax_fp8.preflight.instruction import Shape
+from haliax_fp8.preflight.program import entry_sites, launches
 from haliax_fp8.training import ReduceOnce
 
 
@@ -227,7 +228,7 @@ def row(case: Case, device: str, sizes: TrafficSizes = TrafficSizes()) -> Row:
 
     given = (*_divided(args, layout.mesh, layout.parameters), _divided(x, layout.mesh, layout.activations))
     options = {"xla_gpu_enable_triton_gemm": False, **(MERGED if case.shared else {})}
-    report = inspect_step(step, *given, device=device, mesh=layout.mesh, compiler_options=options, other_setting=False)
+    report = inspect_step(step, *given, device=device, mesh=layout.mesh, compiler_options=options)
     found = sent(report.step.text)
     of = lambda kind, fp8_only: sum(b for (k, t), b in found.items() if k == kind and t.startswith("f8") == fp8_only)
     return {

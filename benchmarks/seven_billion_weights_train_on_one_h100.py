@@ -78,7 +78,7 @@ def main() -> None:
     for name, make, step in (("on the device", in_device, on_device), ("host", in_host, host_step(host))):
         model, state = eqx.filter_eval_shape(make)
         args = (model, state, tokens) if name == "on the device" else (tokens, model, state)
-        report = inspect_step(step, *args, device=options.device, other_setting=False, compiler_options=cublas)
+        report = inspect_step(step, *args, device=options.device, compiler_options=cublas)
         memory = report.step.memory
         numbers = (memory.arguments, memory.temporaries, memory.peak)
         print(f"| {name} | " + " | ".join(f"{x / 1e9:.1f}" for x in numbers) + " |", flush=True)

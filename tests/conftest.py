@@ -101,7 +101,7 @@ def compiled():
     from haliax_fp8.preflight import inspect_step
 
     def compiled_of(step, *args, **options):
-        options = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}, "other_setting": False, **options}
+        options = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}, **options}
         report = inspect_step(step, *args, **options)
         assert unknown_calls(report.step) == set()
         return report.step.text, report

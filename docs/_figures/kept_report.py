@@ -44,8 +44,8 @@ def compiled() -> PreflightReport:
 
 
 def facts(report: PreflightReport) -> dict[str, Any]:
-    """What the step, the baseline, and the step with the other setting of the flag compile to."""
-    programs = {"step": report.step, "baseline": report.baseline, "other": report.other}
+    """What the step and the baseline compile to."""
+    programs = {"step": report.step, "baseline": report.baseline}
     return {
         name: _fields(program) for name, program in programs.items() if program is not None
     }
@@ -90,7 +90,6 @@ def kept() -> PreflightReport:
         _program(kept["step"]),
         _program(kept["baseline"]),
         FLAGS,
-        lambda: _program(kept["other"]),
     )
 
 

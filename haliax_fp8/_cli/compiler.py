@@ -1,5 +1,6 @@
 """The command `install-compiler`: gets XLA's compiler for devices that are not here."""
 
+import argparse
 import importlib.util
 import os
 import shlex
@@ -7,10 +8,29 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from ..preflight.compilable.compilers import compilers
+from ..preflight.compilers import compilers
 from .load import UsageError
 from .screen import on_error
+
+
+def add_compiler_parser(commands: Any) -> None:
+    """Adds the command to the parser.
+
+    Args:
+        commands: What `add_subparsers` gave.
+    """
+    text = "install XLA's compiler for devices that this machine lacks, for preflight; JAX keeps its own devices"
+    parser = commands.add_parser("install-compiler", help=text, description=text[0].upper() + text[1:] + ".")
+    known = ", ".join(f"{name} ({compiler.megabytes} MB)" for name, compiler in compilers.items())
+    parser.add_argument("compiler", choices=compilers, metavar="NAME", help=f"one of {known}")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    install_compiler(options.compiler)
+    return 0
 
 
 def install_compiler(name: str) -> None:

@@ -1,18 +1,18 @@
 """Runs a command and turns what happens into an exit status."""
 
 import argparse
-import json
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 
-from .checkpoint import run_checkpoint
-from .compiler import install_compiler
+from .checkpoint import add_checkpoint_parser, run_checkpoint
+from .compiler import add_compiler_parser
+from .help_text import Parser, program_name
 from .load import UsageError
-from .options import parse_options
-from .preflight import explain, run_preflight, use_local_devices
-from .screen import fitted, on_error, screen
-from .tables import as_json, device_rows, device_table, format_rows, format_table
+from .preflight import add_preflight_parser, explain
+from .screen import fitted, on_error
+from .tables import add_table_parsers
 
 
 INTERRUPTED = 130
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
     say = on_error().print
     try:
-        status = _run(options)
+        status = options.run(options)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -53,22 +53,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _run(options: argparse.Namespace) -> int:
-    if options.command == "preflight":
-        return run_preflight(options)
-    if options.command == "checkpoint":
-        return run_checkpoint(options)
-    if options.command == "install-compiler":
-        install_compiler(options.compiler)
-        return 0
-    rows, table = {
-        "devices": (device_rows, device_table),
-        "formats": (format_rows, format_table),
-    }[options.command]
-    use_local_devices()
-    found = rows()
-    if options.json:
-        print(json.dumps(as_json(found), indent=2))
-    else:
-        screen().print(table(found))
-    return 0
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line; `run` of the result runs the command.
+
+    Raises:
+        SystemExit: With status 2, and a message that names the flag, its value and the remedy.
+    """
+    parser = Parser(
+        prog=program_name(),
+        description="Shows which matrix products of a training step run in FP8 on a device that this machine need not "
+        "have, and checks and converts checkpoints with FP8 weights.",
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    # Without a command the help says what there is, which argparse's own error does not.
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for add in (add_preflight_parser, add_table_parsers, add_checkpoint_parser, add_compiler_parser):
+        add(commands)
+    commands.choices["checkpoint"].set_defaults(run=run_checkpoint)
+    options = parser.parse_args(argv)
+    if options.version:
+        print(f"haliax-fp8 {importlib.metadata.version('haliax-fp8')}")
+        parser.exit()
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    return options

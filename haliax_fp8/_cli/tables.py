@@ -1,7 +1,11 @@
 """The commands `devices` and `formats`: what is supported, and the formats in numbers."""
 
+import argparse
 import dataclasses
+import json
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +19,38 @@ from ..devices.device import Device, devices
 from ..preflight import compilable_devices
 from ..recipes.catalog import named
 from ..recipes.support import supported
+from .preflight import use_local_devices
+from .screen import screen
+
+
+def add_table_parsers(commands: Any) -> None:
+    """Adds both commands to the parser.
+
+    Args:
+        commands: What `add_subparsers` gave.
+    """
+    for name, text, rows, table in (
+        (
+            "devices",
+            "list devices, what they run natively, and which of them this machine can compile for",
+            device_rows,
+            device_table,
+        ),
+        ("formats", "list the FP8 formats with range, precision and subnormals", format_rows, format_table),
+    ):
+        parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        parser.add_argument("--json", action="store_true", help="print JSON")
+        parser.set_defaults(run=partial(_run, rows, table))
+
+
+def _run(rows: Callable[[], list[Any]], table: Callable[[list[Any]], Table], options: argparse.Namespace) -> int:
+    use_local_devices()
+    found = rows()
+    if options.json:
+        print(json.dumps([dataclasses.asdict(row) for row in found], indent=2))
+    else:
+        screen().print(table(found))
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +195,3 @@ def _power(value: float) -> str:
     """A power of two as such."""
     exponent = math.log2(value)
     return f"2^{exponent:.0f}" if exponent.is_integer() else f"{value:g}"
-
-
-def as_json(rows: list[Any]) -> list[dict[str, Any]]:
-    """Rows as JSON has them."""
-    return [dataclasses.asdict(row) for row in rows]

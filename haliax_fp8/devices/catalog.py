@@ -1,7 +1,7 @@
 """The catalog of devices: one row per device, with its names, units, peaks, and what XLA needs to compile for it.
 
 To add a device, add its row. For a new compute capability, also see `units.py` (what it multiplies), `grouped.py` (what
-multiplies groups), `preflight/compilable/gpu.py` (what XLA's compiler is told of it), and the uses of
+multiplies groups), `preflight/devices.py` (what XLA's compiler is told of it), and the uses of
 `Device.is_cuda_from` and `Device.is_hopper`.
 """
 

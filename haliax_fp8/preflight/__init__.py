@@ -8,18 +8,22 @@ installs.
 
 from ..devices.peaks import Peaks as Peaks
 from .check import check_fp8_call as check_fp8_call, has_fp8_product as has_fp8_product
-from .compilable.device import CompilableDevice as CompilableDevice, LocalDevice as LocalDevice
-from .compilable.gpu import CompilableGpu as CompilableGpu
-from .compilable.named import compilable_devices as compilable_devices
-from .compilable.tpu import CompilableTpu as CompilableTpu
+from .collectives import Collective as Collective, Part as Part
 from .compile import Memory as Memory
-from .report.report import PreflightError as PreflightError, PreflightReport as PreflightReport
-from .step import inspect_step as inspect_step
-from .verdict.collective import Collective as Collective, Part as Part
-from .verdict.product import Product as Product, Verdict as Verdict
-from .verdict.program import (
+from .devices import (
+    CompilableDevice as CompilableDevice,
+    CompilableGpu as CompilableGpu,
+    CompilableTpu as CompilableTpu,
+    LocalDevice as LocalDevice,
+    compilable_devices as compilable_devices,
+)
+from .product import (
     Estimate as Estimate,
     Opaque as Opaque,
     OtherLaunches as OtherLaunches,
+    Product as Product,
     Program as Program,
+    Verdict as Verdict,
 )
+from .report import PreflightError as PreflightError, PreflightReport as PreflightReport
+from .step import inspect_step as inspect_step

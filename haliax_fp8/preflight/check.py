@@ -1,15 +1,23 @@
 """The check of Flax's guide to FP8: does a program multiply in FP8?"""
 
+import re
 from typing import Any
 
 import equinox as eqx
 import jax
 
 from ..devices.device import Device
-from .hlo.dimensions import dimensions
-from .hlo.sites import entry_sites, launches, opened
-from .hlo.text import parse_hlo
-from .hlo.vocabulary import FORMATS, STABLEHLO_FP8_PRODUCT, TPU_LAYOUT
+from .hlo import parse_hlo
+from .instruction import FORMATS
+from .program import entry_sites, launches, opened
+from .sizes import dimensions
+
+
+STABLEHLO_FP8_PRODUCT = re.compile(r"stablehlo\.dot\w* .*: \(tensor<[\dx?]*f8E\w+>, tensor<[\dx?]*f8E\w+>\) ->")
+"""For example `stablehlo.dot_general %0, %1, ... : (tensor<2x3xf8E4M3FN>, tensor<3x4xf8E5M2>) -> tensor<2x4xf32>`."""
+
+TPU_LAYOUT = re.compile(r"\{[\d,]*:T\(\d")
+"""For example `f32[512,512]{1,0:T(8,128)}`: arrays are in tiles on TPUs alone, and only once a program is compiled."""
 
 
 def has_fp8_product(program: Any, device: Device | str | None = None) -> bool:

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._jax.errors import UNREADABLE_CACHE, UNUSED_DONATION, is_of_another_architecture, lacks_ptxas
 from ..devices.xla_flags import XlaFlags
-from .compilable.device import CompilableDevice
-from .compilable.process import changed_process
-from .hlo.scopes import dotted
+from .compilers import changed_process
+from .devices import CompilableDevice
+from .trace import dotted
 
 
 @dataclasses.dataclass(frozen=True)

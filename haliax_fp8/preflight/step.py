@@ -6,12 +6,11 @@ from typing import Any
 
 from ..devices.device import Device
 from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
-from .compilable.device import CompilableDevice
-from .compilable.named import as_compilable
+from .analyze import analyze
 from .compile import MeshLike, compile_for, make_mesh
-from .report.report import PreflightReport
-from .verdict.analysis import analyze
-from .verdict.program import Program
+from .devices import CompilableDevice, as_compilable
+from .product import Program
+from .report import PreflightReport
 
 
 def inspect_step(
@@ -24,7 +23,7 @@ def inspect_step(
     compare: Callable[..., Any] | tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     known: Mapping[str, str] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
-    other_setting: bool = True,
+    other_setting: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> PreflightReport:
     """Reports what a training step will run on a device, and in which formats, without the device.
@@ -47,8 +46,8 @@ def inspect_step(
         compiler_options: XLA's options, as in `jax.jit(compiler_options=...)`; they override the environment's flags.
             A step that passes options to its own `jit` reports them with a method
             `compiler_options(*args, device=device)`.
-        other_setting: For NVIDIA GPUs, whether the report says what changes with the other setting of
-            `xla_gpu_enable_triton_gemm`. For that, the step is compiled again when the report is first shown.
+        other_setting: For NVIDIA GPUs, whether to compile the step once more with the other setting of
+            `xla_gpu_enable_triton_gemm`, so that the report says what that changes.
         progress: Called with the name of each stage, such as `compiling the step`.
 
     Raises:
@@ -84,10 +83,11 @@ def inspect_step(
         say(f"compiling the baseline for {chosen.kind}")
         other, other_args = compare if isinstance(compare, tuple) else (compare, args)
         baseline = program(other, other_args)
-    with_other_setting = None
+    with_other = None
     if other_setting and chosen.hardware.platform == "cuda":
-        with_other_setting = lambda: program(step_fn, args, **{TRITON_PRODUCTS: not flags.triton_products})
-    return PreflightReport(chosen, dict(its_mesh.shape), step, baseline, flags, with_other_setting)
+        say(f"compiling the step with the other setting of {TRITON_PRODUCTS}")
+        with_other = program(step_fn, args, **{TRITON_PRODUCTS: not flags.triton_products})
+    return PreflightReport(chosen, dict(its_mesh.shape), step, baseline, flags, with_other)
 
 
 def _require_call(step_fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

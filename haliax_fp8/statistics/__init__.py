@@ -1,20 +1,19 @@
 """Statistics: what FP8 does to the operands of a model's products, and what is wrong where it does harm."""
 
+from .apply import apply_remedies as apply_remedies
 from .comparison import (
     Distance as Distance,
     LayerComparison as LayerComparison,
     ModelComparison as ModelComparison,
     compare as compare,
 )
-from .diagnosis import (
+from .diagnose import diagnose as diagnose, where_not_finite as where_not_finite
+from .finding import (
     Diagnosis as Diagnosis,
     Finding as Finding,
     Problem as Problem,
     Remedy as Remedy,
     Thresholds as Thresholds,
-    apply_remedies as apply_remedies,
-    diagnose as diagnose,
-    where_not_finite as where_not_finite,
 )
 from .history import scale_ages as scale_ages
 from .log import StatisticsLog as StatisticsLog

@@ -20,8 +20,8 @@ import haliax_fp8 as fp8
 from haliax_fp8._cli.demo import demo_by_name, demo_step, demos
 from haliax_fp8._cli.main import main
 from haliax_fp8.preflight import compilable_devices
-from haliax_fp8.preflight.compilable.compilers import NVIDIA
-from haliax_fp8.preflight.report.units import operations
+from haliax_fp8.preflight.compilers import NVIDIA
+from haliax_fp8.preflight.render import operations
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -194,13 +194,13 @@ def test_flops_have_units():
 @pytest.mark.slow
 @pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
 def test_both_settings_of_tritons_products(training, capsys, monkeypatch):
-    """The second is compiled before the report is shown, unless nobody wants it."""
+    """The second is compiled only if it was asked for."""
     monkeypatch.delenv("XLA_FLAGS")
-    assert run("preflight", f"{training}:make_step", "--json") == 0
+    assert run("preflight", f"{training}:make_step", "--both-settings", "--json") == 0
     out, err = capsys.readouterr()
     assert "with xla_gpu_enable_triton_gemm=false: " in json.loads(out)["flags"]
-    assert "compiling with the other setting" in err
-    off = ["--xla", "xla_gpu_enable_triton_gemm=false", "--one-setting"]
+    assert "compiling the step with the other setting" in err
+    off = ["--xla", "xla_gpu_enable_triton_gemm=false"]
     assert run("preflight", f"{training}:make_step", *off, "--json") == 0
     out, err = capsys.readouterr()
     flags = "XLA flags: --xla_gpu_enable_triton_gemm=false; not compiled with xla_gpu_enable_triton_gemm=true"

@@ -13,7 +13,7 @@ from haliax_fp8.devices.catalog import NotCompiled, canonical, catalog
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.units import FP8_UNITS, MX_UNITS, NO_UNITS
 from haliax_fp8.preflight import compilable_devices
-from haliax_fp8.preflight.compilable.named import as_compilable
+from haliax_fp8.preflight.devices import as_compilable
 from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 
 

@@ -25,7 +25,7 @@ from haliax_fp8.preflight import (
     has_fp8_product,
     inspect_step,
 )
-from haliax_fp8.preflight.compilable.named import as_compilable
+from haliax_fp8.preflight.devices import as_compilable
 
 
 def gpu(name):
@@ -56,7 +56,7 @@ CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
 
 def report_of(device, model, x=None, **options):
     if isinstance(as_compilable(device), CompilableGpu):
-        options = {"compiler_options": CUBLASLT, "other_setting": False, **options}
+        options = {"compiler_options": CUBLASLT, **options}
     return inspect_step(step, model, struct(TOKENS, WIDTH) if x is None else x, device=device, **options)
 
 
@@ -215,9 +215,7 @@ def test_products_with_kernels_in_fp4_are_not_called_fp8():
 def test_a_step_that_makes_ops_is_compiled_for_devices_that_are_not_here(device):
     """A state's first values are not computed on the step's devices."""
     measure = lambda model, x: fp8.quantization_statistics(model, lambda m: (jax.vmap(m)(x) ** 2).mean()).flat()
-    report = inspect_step(
-        measure, converted(width=64), struct(TOKENS, WIDTH), device=device, other_setting=device == "local"
-    )
+    report = inspect_step(measure, converted(width=64), struct(TOKENS, WIDTH), device=device)
     # Statistics need the outputs and their gradients, not those of the kernels.
     assert [p.name for p in report.products].count("dgrad") == 2 and len(report.products) == 5
     assert {p.verdict for p in report.products} == {Verdict.EMULATED if device == "local" else Verdict.FP8}
@@ -396,7 +394,7 @@ def test_progress_is_told():
 # --- Devices and meshes -----------------------------------------------------------------------------------------------
 
 
-def test_unknown_devicesare_named():
+def test_unknown_devices_are_named():
     with pytest.raises(ValueError, match=r"the 1 arguments in args: missing.*inspect_step\(step"):
         inspect_step(lambda model, x: x, jnp.ones(2), device="local")
     with pytest.raises(ValueError, match=r"device='h1000' is unknown.*h100, h200"):
@@ -557,7 +555,7 @@ def test_mosaic_may_have_been_imported_before():
         "shapes = ((1024, 256), 'bfloat16'), ((4, 256, 512), 'bfloat16'), ((4,), 'int32')\n"
         "args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]\n"
         "call = lambda op, x, w, sizes: op.ragged_dot(x, w, sizes)\n"
-        "(product,) = inspect_step(call, op, *args, device='h100', other_setting=False).products\n"
+        "(product,) = inspect_step(call, op, *args, device='h100').products\n"
         "assert product.implementation == 'grouped f8', product\n"
         "assert os.environ == before\n"
     )
@@ -586,13 +584,11 @@ def test_arguments_on_the_host_are_not_on_the_device():
     weight = jax.ShapeDtypeStruct((256, 64), jnp.float32, sharding=on_host)
     x = struct(16, 256, dtype=jnp.float32)
     multiply = lambda w, x: x @ jax.device_put(w, jax.memory.Space.Device)
-    on_four = functools.partial(inspect_step, multiply, device="h100", mesh={"data": 4}, other_setting=False)
+    on_four = functools.partial(inspect_step, multiply, device="h100", mesh={"data": 4})
     of_array = on_four(weight, x)
     plain = struct(256, 64, dtype=jnp.float32)
     shardings = (on_host, None)
-    of_spec = inspect_step(
-        multiply, plain, x, device="h100", mesh={"data": 4}, shardings=shardings, other_setting=False
-    )
+    of_spec = inspect_step(multiply, plain, x, device="h100", mesh={"data": 4}, shardings=shardings)
     for report in (of_array, of_spec):
         memory = report.step.memory
         assert (memory.host, memory.arguments) == (4 * 256 * 64 // 4, 4 * 16 * 256)

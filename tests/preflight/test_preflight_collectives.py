@@ -155,9 +155,7 @@ def step(weights, x):
 def test_what_eight_gpus_send_is_what_fsdp_has_to():
     """Two kernels of 512×512: gathered in E4M3, once or twice each; their gradients scattered in bfloat16."""
     arguments = (struct(512, 512), struct(512, 512)), struct(8192, 512)
-    report = inspect_step(
-        step, *arguments, device="h100", mesh={"data": 8}, shardings=(P("data"), P("data")), other_setting=False
-    )
+    report = inspect_step(step, *arguments, device="h100", mesh={"data": 8}, shardings=(P("data"), P("data")))
     kernel = 512 * 512 * 7 // 8
     sent = lambda kind, dtype: sum(
         part.wire * found.executions

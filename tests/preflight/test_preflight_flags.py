@@ -197,9 +197,7 @@ SCALE = struct()
 
 
 def compiled_for(function, device, triton, *, scale=SCALE):
-    return inspect_step(
-        function, *OPERANDS, scale, device=device, compiler_options={TRITON: triton}, other_setting=False
-    )
+    return inspect_step(function, *OPERANDS, scale, device=device, compiler_options={TRITON: triton})
 
 
 @pytest.mark.parametrize("triton, implementation", [(True, "Triton dot"), (False, "cublasLt f8")])
@@ -270,9 +268,7 @@ def test_a_kernel_that_widens_is_fp8_only_if_cublaslt_has_a_product_for_it(name)
     operands = [jax.ShapeDtypeStruct(x.shape, dtype) for x in OPERANDS]
     scale = jax.ShapeDtypeStruct((), jnp.bfloat16)
     for triton in (True, False):
-        report = inspect_step(
-            function, *operands, scale, device="h100", compiler_options={TRITON: triton}, other_setting=False
-        )
+        report = inspect_step(function, *operands, scale, device="h100", compiler_options={TRITON: triton})
         (product,) = report.products
         assert product.verdict is (Verdict.FP8 if is_fp8 else Verdict.EMULATED), (triton, product.reason)
         assert is_fp8 or product.reason
@@ -356,7 +352,8 @@ def training_step(model, x):
 
 @pytest.mark.parametrize("device", on_gpu("h100", "b200"))
 def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_flags, device):
-    report = inspect_step(training_step, struct(256, 256, dtype=E4M3), struct(512, 256, dtype=E4M3), device=device)
+    args = struct(256, 256, dtype=E4M3), struct(512, 256, dtype=E4M3)
+    report = inspect_step(training_step, *args, device=device, other_setting=True)
     line = report.to_markdown().splitlines()[0]
     assert line.startswith(
         f"XLA flags: XLA's defaults ({TRITON}=true); with {TRITON}=false: 100.0% of the FLOPs in FP8"
@@ -370,6 +367,20 @@ def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_f
     assert ("dgrad and wgrad accumulate in full float32" in line) == (device == "h100")
     if device == "h100":
         assert "in full float32 on Hopper: 1;" in says[0]
+
+
+@pytest.mark.parametrize("device", on_gpu("h100"))
+def test_the_other_setting_is_compiled_only_if_asked(no_flags, device, monkeypatch):
+    """And showing a report compiles nothing, whether or not it was."""
+    args = struct(64, 64, dtype=E4M3), struct(64, 64, dtype=E4M3)
+    for options, count in (({}, 1), ({"other_setting": True}, 2)):
+        stages = []
+        report = inspect_step(fp8_product, *args, device=device, progress=stages.append, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(jax.stages.Lowered, "compile", None)
+            shown = str(report), report.to_markdown(), report.to_json()
+        assert len(stages) == count and (report.other is None) == (count == 1)
+        assert all((f"not compiled with {TRITON}=false" in text) == (count == 1) for text in shown[1:])
 
 
 @pytest.mark.parametrize("device", on_gpu("h100"))
@@ -464,7 +475,7 @@ def test_useful_flops_of_experts(device, converted):
         return fp8.filter_grad(loss)(layer)
 
     x, sizes = hax.NamedArray(struct(640, 128), (Row, In)), hax.NamedArray(struct(4, dtype=jnp.int32), (Experts,))
-    report = inspect_step(step, eqx.filter_eval_shape(make), x, sizes, device=device, other_setting=False)
+    report = inspect_step(step, eqx.filter_eval_shape(make), x, sizes, device=device)
     asked = 2 * 640 * 128 * 256
     assert [product.useful_flops for product in report.products] == [asked, asked]
     assert report.step.useful_flops == 2 * asked and "useful FLOPs" in str(report)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from haliax_fp8.preflight.hlo.sites import entry_sites, launches, opened
-from haliax_fp8.preflight.hlo.text import Shape, parse_hlo
+from haliax_fp8.preflight.hlo import parse_hlo
+from haliax_fp8.preflight.instruction import Shape
+from haliax_fp8.preflight.program import entry_sites, launches, opened
 
 
 HEADER = "HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[2]{0})->f32[2]{0}}\n\n"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from haliax_fp8.preflight import compilable_devices, inspect_step
-from haliax_fp8.preflight.compilable.process import changed_process
+from haliax_fp8.preflight.compilers import changed_process
 
 
 VARIABLE, LOGGER, MESSAGE = "HALIAX_FP8_TEST_VARIABLE", "haliax_fp8.test_logger", "this is expected"
@@ -102,7 +102,7 @@ def test_preflights_in_threads(names):
     reports = {}
 
     def compile_for(i, name):
-        reports[i] = inspect_step(step, *args, device=name, other_setting=False)
+        reports[i] = inspect_step(step, *args, device=name)
 
     in_threads(*(lambda i=i, name=name: compile_for(i, name) for i, name in enumerate(names)))
     assert [reports[i].device.name for i in range(len(names))] == names

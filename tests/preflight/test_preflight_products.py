@@ -16,9 +16,9 @@ from hypothesis import given, strategies as st
 
 import haliax_fp8 as fp8
 from haliax_fp8.preflight import Memory, Verdict, compilable_devices, inspect_step
+from haliax_fp8.preflight.analyze import analyze
 from haliax_fp8.preflight.compile import Compiled
-from haliax_fp8.preflight.hlo.dimensions import _pairs
-from haliax_fp8.preflight.verdict.analysis import analyze
+from haliax_fp8.preflight.sizes import _pairs
 
 
 def read(text, device="h100", written="", outputs=(), known=None):

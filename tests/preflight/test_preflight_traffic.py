@@ -5,11 +5,12 @@ import pytest
 from haliax_fp8.devices import Efficiency, Traffic
 from haliax_fp8.devices.catalog import peaks
 from haliax_fp8.devices.roofline import Roofline
-from haliax_fp8.preflight.hlo.dimensions import Dimensions
-from haliax_fp8.preflight.hlo.sites import entry_sites, launches
-from haliax_fp8.preflight.hlo.text import Shape, parse_hlo
-from haliax_fp8.preflight.hlo.traffic import is_launch, touched, traffic_of
-from haliax_fp8.preflight.verdict.reason import indivisible
+from haliax_fp8.preflight.hlo import parse_hlo
+from haliax_fp8.preflight.instruction import Shape
+from haliax_fp8.preflight.program import entry_sites, launches
+from haliax_fp8.preflight.sizes import Dimensions
+from haliax_fp8.preflight.traffic import is_launch, touched, traffic_of
+from haliax_fp8.preflight.verdict import indivisible
 
 
 MATRIX, ROW, INDEX = 4 * 1000 * 64, 4 * 64, 4

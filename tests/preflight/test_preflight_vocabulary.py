@@ -8,9 +8,9 @@ from test_preflight_products import module, read
 
 import haliax_fp8 as fp8
 from haliax_fp8.preflight import inspect_step
-from haliax_fp8.preflight.hlo.text import parse_hlo
-from haliax_fp8.preflight.hlo.vocabulary import Call, call_of
-from haliax_fp8.preflight.report.report import PreflightReport
+from haliax_fp8.preflight.hlo import parse_hlo
+from haliax_fp8.preflight.instruction import Call
+from haliax_fp8.preflight.report import PreflightReport
 
 
 def call(name):
@@ -35,7 +35,7 @@ def call(name):
     ],
 )
 def test_custom_calls_by_what_they_do(name, kind):
-    assert call_of(call(name)) is kind
+    assert call(name).call_kind is kind
 
 
 @pytest.mark.parametrize("name", ["my_kernel", "__gpu$xla.gpu.triton", "__cublas$lt$groupedMatmul"])
@@ -74,6 +74,6 @@ def here(x, key):
 @pytest.mark.parametrize(("function", "device"), [("here", "local"), *on(["anywhere"], ["h100", "tpu7x"])])
 def test_what_jax_compiles_to_is_known(function, device):
     args = jax.ShapeDtypeStruct((16, 16), jnp.float32), jax.random.key(0)
-    report = inspect_step({"here": here, "anywhere": anywhere}[function], *args, device=device, other_setting=False)
+    report = inspect_step({"here": here, "anywhere": anywhere}[function], *args, device=device)
     assert unknown_calls(report.step) == set()
     assert "custom-call" in report.step.text

@@ -1,6 +1,5 @@
 """Results show themselves as a table: printed, at a prompt, and in a notebook."""
 
-import dataclasses
 import html
 import re
 
@@ -23,8 +22,10 @@ from haliax_fp8.statistics import (
     Finding,
     LayerComparison,
     Problem,
+    Remedy,
     StatisticsLog,
 )
+from haliax_fp8.statistics.finding import Words
 
 
 In, Out = hax.make_axes(In=16, Out=32)
@@ -137,8 +138,14 @@ def layer_comparison():
 
 
 def finding():
-    words = "amax 5.7e-05, 21.03% flushed to zero", "5% flushed to zero", "heuristic", "calibrate the model"
-    return Finding("layers", (3,), "output_grad", Problem.UNDERFLOW, *words)
+    seen = {"underflow": 0.2103, "amax": 5.7e-05}
+    words = Words(
+        {"amax": "amax {amax:.2g}, ", "underflow": "{underflow:.2%} flushed to zero"},
+        {"underflow": "{underflow:.0%} flushed to zero"},
+        "calibrate the model",
+    )
+    what = "layers", (3,), "output_grad", Problem.UNDERFLOW
+    return Finding(*what, remedy=Remedy.NONE, seen=seen, limits={"underflow": 0.05}, words=words)
 
 
 def log():
@@ -194,8 +201,10 @@ def test_errors_of_a_stack_and_of_what_is_not_reached():
     assert "SQNR inf dB" in repr(jax.tree.map(lambda x: jnp.zeros(()), stack))
 
 
-def underflow(layer, index=(), operand="input", seen="9% flushed to zero"):
-    return Finding(layer, index, operand, Problem.UNDERFLOW, seen, "5%", "heuristic", "finer scales")
+def underflow(layer, index=(), operand="input", seen=0.09, advice="finer scales"):
+    words = Words({"underflow": "{underflow:.0%} flushed to zero"}, {"underflow": "{underflow:.0%}"}, advice)
+    numbers = {"seen": {"underflow": seen}, "limits": {"underflow": 0.05}}
+    return Finding(layer, index, operand, Problem.UNDERFLOW, remedy=Remedy.NONE, **numbers, words=words)
 
 
 # The same problem in twelve blocks: its title, and what was seen.
@@ -206,7 +215,7 @@ DIAGNOSES = {
         ["9% flushed to zero"],
     ),
     "members of a stack, with numbers of their own": (
-        [underflow("blocks.stacked.up", (i,), seen=f"{9 - i}% flushed to zero") for i in range(3)],
+        [underflow("blocks.stacked.up", (i,), seen=(9 - i) / 100) for i in range(3)],
         ["blocks.stacked.up[0-2], input: underflow (3 findings)"],
         ["9% flushed to zero (in blocks.stacked.up[0])"],
     ),
@@ -216,12 +225,12 @@ DIAGNOSES = {
         ["blocks.0-1.up, input blocks.0-1.down, input", "9% flushed to zero"],
     ),
     "other operands, with numbers of their own": (
-        [underflow("up"), underflow("up", operand="kernel", seen="8% flushed to zero")],
+        [underflow("up"), underflow("up", operand="kernel", seen=0.08)],
         ["underflow (2 findings)"],
         ["up, input: 9% flushed to zero up, kernel: 8% flushed to zero"],
     ),
     "another remedy": (
-        [underflow("up"), dataclasses.replace(underflow("down"), advice="bf16")],
+        [underflow("up"), underflow("down", advice="bf16")],
         ["up, input: underflow", "down, input: underflow"],
         ["9% flushed to zero"] * 2,
     ),

@@ -40,7 +40,7 @@ def calls(text):
 def test_it_compiles_to_cudnn_in_fp8(head_dim, device):
     operands = abstract(head_dim)
     op = Fp8Attention.init(scaling=fp8.DelayedScaling(amax_history_length=16))
-    report = inspect_step(fp8.filter_grad(loss), (op, *operands), device=device, other_setting=False)
+    report = inspect_step(fp8.filter_grad(loss), (op, *operands), device=device)
     found = calls(report.step.text)
     assert set(found) == {"__cudnn$fmhaSoftmaxF8", "__cudnn$fmhaSoftmaxBackwardF8"}
     f8, f32 = "f8e4m3fn", "f32"
@@ -69,7 +69,6 @@ def test_devices_share_the_largest_amaxes(axis, device):
         devices=4,
         shardings=((None, spec, spec, spec),),
         device=device,
-        other_setting=False,
     )
     whole = HEADS * 8 * 1024 * 1024 * 128 * 7
     assert report.step.flops == whole // 4
@@ -89,6 +88,6 @@ def test_a_sequence_of_incomplete_tiles_is_refused(tokens, device):
     with pytest.raises(ValueError, match="multiples of 128"):
         inspect_step(fp8.filter_grad(loss), (op, *abstract(128, tokens=tokens)), device=device)
     # Without a gradient it is fine.
-    report = inspect_step(loss, (op, *abstract(64, tokens=tokens)), device=device, other_setting=False)
+    report = inspect_step(loss, (op, *abstract(64, tokens=tokens)), device=device)
     assert set(calls(report.step.text)) == {"__cudnn$fmhaSoftmaxF8"}
     assert report.step.flops == 2 * HEADS * tokens * tokens * 64

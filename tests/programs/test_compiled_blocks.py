@@ -58,7 +58,7 @@ def divided(recipe):
     model = converted(recipe)
     weights = jax.tree.map(lambda leaf: P("data") if leaf.shape in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)) else P(), model)
     mesh = {"data": DEVICES}
-    return inspect_step(step, model, X, device="b200", mesh=mesh, shardings=(weights, P("data")), other_setting=False)
+    return inspect_step(step, model, X, device="b200", mesh=mesh, shardings=(weights, P("data")))
 
 
 def sent(report):
@@ -81,9 +81,7 @@ def test_devices_multiply_blocks_inside_shard_map():
     parts = jax.shard_map(
         lambda model, x: mean(fp8.filter_grad(loss)(model, x)), in_specs=(P(), P("data")), out_specs=P()
     )
-    report = inspect_step(
-        parts, converted("mxfp8"), X, device="b200", mesh={"data": 2}, shardings=(P(), P("data")), other_setting=False
-    )
+    report = inspect_step(parts, converted("mxfp8"), X, device="b200", mesh={"data": 2}, shardings=(P(), P("data")))
     assert report.fp8_share == 1.0 and {p.implementation for p in report.products} == {"cuDNN block scaled"}
     assert {found.kind for found in report.step.collectives} == {"all-reduce"}
 
@@ -96,7 +94,6 @@ def test_hopper_says_that_it_emulates_blocks():
         device="h100",
         mesh={"data": 2},
         shardings=(P(), P("data")),
-        other_setting=False,
     )
     assert report.fp8_share == 0.0
     assert all("block scaling is emulated" in product.reason for product in report.products)

@@ -31,10 +31,10 @@ from kept_arrays import kept_arrays, residuals, xla_name
 
 import haliax_fp8 as fp8
 from haliax_fp8.preflight import inspect_step
-from haliax_fp8.preflight.hlo.dimensions import dimensions
-from haliax_fp8.preflight.hlo.sites import entry_sites, launches, opened
-from haliax_fp8.preflight.hlo.text import parse_hlo
-from haliax_fp8.preflight.hlo.traffic import is_launch
+from haliax_fp8.preflight.hlo import parse_hlo
+from haliax_fp8.preflight.program import entry_sites, launches, opened
+from haliax_fp8.preflight.sizes import dimensions
+from haliax_fp8.preflight.traffic import is_launch
 
 
 E4M3 = "f8e4m3fn"

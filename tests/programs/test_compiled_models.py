@@ -126,7 +126,6 @@ def test_without_tritons_products_blocks_are_emulated_and_the_report_says_so(rec
         inputs(),
         device=device,
         compiler_options={"xla_gpu_enable_triton_gemm": False},
-        other_setting=False,
     )
     assert {(p.name, p.verdict, p.lhs, p.rhs) for p in report.products} == {
         (name, Verdict.EMULATED, "bf16", "bf16") for name in ("fprop", "dgrad", "wgrad")

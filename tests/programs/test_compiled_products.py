@@ -31,7 +31,7 @@ def test_gradients_of_convolutions_multiply_as_often(stride):
         total = lambda arguments: (jax.vmap(arguments[0])(arguments[1]).astype(jnp.float32) ** 2).sum()
         return eqx.filter_grad(total)((layer, x))
 
-    products = inspect_step(gradient, layer, x, device="h100", other_setting=False).products
+    products = inspect_step(gradient, layer, x, device="h100").products
     implementations = {product.implementation for product in products}
     assert {"__cudnn$convBackwardFilter", "__cudnn$convBackwardInput"} <= implementations
     # Each output position reads a window that lies within the input.
@@ -64,7 +64,7 @@ def test_a_language_model_has_no_such_layer():
     model = abstract(lambda: fp8.fp8_linear_layers(Transformer.init(config, key=jax.random.key(0))))
     tokens = hax.NamedArray(jax.ShapeDtypeStruct((4, 64), jnp.int32), ("batch", "position"))
     step = lambda model, tokens: fp8.filter_grad(next_token_loss)(model, tokens)
-    assert inspect_step(step, model, tokens, device="h100", other_setting=False).step.elementwise == ()
+    assert inspect_step(step, model, tokens, device="h100").step.elementwise == ()
 
 
 def test_the_gradient_of_a_batched_weight_is_no_product_of_activations():
@@ -73,7 +73,5 @@ def test_the_gradient_of_a_batched_weight_is_no_product_of_activations():
         return jax.grad(lambda weight, x: (per_head(weight, x).astype(jnp.float32) ** 2).sum())(weight, x)
 
     weight = {"u": struct(4, 64, 32)}
-    products = inspect_step(
-        lambda m, x: gradient(m["u"], x), weight, struct(512, 4, 64), device="h100", other_setting=False
-    ).products
+    products = inspect_step(lambda m, x: gradient(m["u"], x), weight, struct(512, 4, 64), device="h100").products
     assert [product.reason for product in products] == ["not converted"] * 2

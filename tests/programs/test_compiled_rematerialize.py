@@ -60,7 +60,7 @@ def moved():
         model = eqx.filter_eval_shape(blocks, config, change, checkpointing)
         x = eqx.filter_eval_shape(lambda: hax.zeros((TOKENS, CONFIG.Hidden), dtype=jnp.bfloat16))
         report = fp8.preflight.inspect_step(
-            fp8.filter_grad(loss), model, x, device=device, compiler_options=dict(options), other_setting=False
+            fp8.filter_grad(loss), model, x, device=device, compiler_options=dict(options)
         )
         report.require(fp8_flops=1.0)
         return report.step.others.bytes / 1e9, report.step.memory.temporaries / 2**20

@@ -10,8 +10,8 @@ from compiled_models import abstract, gradient_of, on, struct
 from jax.sharding import PartitionSpec
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight.hlo.sites import entry_sites, launches, opened
-from haliax_fp8.preflight.hlo.text import parse_hlo
+from haliax_fp8.preflight.hlo import parse_hlo
+from haliax_fp8.preflight.program import entry_sites, launches, opened
 
 
 ROWS = 1024

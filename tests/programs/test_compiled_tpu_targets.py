@@ -77,7 +77,7 @@ REPORTS = """
 import jax, jax.numpy as jnp
 from haliax_fp8.preflight import inspect_step
 array = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
-report = inspect_step(jnp.dot, array, array, device={device!r}, other_setting=False, compiler_options={options})
+report = inspect_step(jnp.dot, array, array, device={device!r}, compiler_options={options})
 print(report.to_markdown().splitlines()[0])
 """
 LIMIT = "xla_tpu_scoped_vmem_limit_kib"

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(compilable_devices["tpu7x"].missing() is not None, reason="needs XLA's compiler for TPUs"),
 ]
 
-TPUS = {"device": "tpu7x", "mesh": {"model": 4}, "other_setting": False}
+TPUS = {"device": "tpu7x", "mesh": {"model": 4}}
 EIGHT = {**TPUS, "mesh": {"model": 8}}
 DIMENSIONS = (((1,), (0,)), ((), ()))
 

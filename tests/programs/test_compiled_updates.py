@@ -8,9 +8,8 @@ import pytest
 from compiled_models import KINDS, SwiGLU, abstract, inputs, loss_of, on
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight.hlo.sites import entry_sites, launches, opened
-from haliax_fp8.preflight.hlo.text import parse_hlo
-from haliax_fp8.preflight.hlo.vocabulary import is_fusion
+from haliax_fp8.preflight.hlo import parse_hlo
+from haliax_fp8.preflight.program import entry_sites, launches, opened
 from haliax_fp8.recipes import MaxOfHistory, RecoveringMax
 
 
@@ -54,7 +53,7 @@ def test_histories_are_reduced_and_written_once(name, device, rule, count, compi
         if site.instruction.opcode == "reduce"
     ]
     assert size(read, LENGTH - 1) == count * rows * (LENGTH - 1)
-    written = [shape.dims for launch in found if is_fusion(launch.instruction) for shape in launch.results]
+    written = [shape.dims for launch in found if launch.instruction.is_fusion for shape in launch.results]
     # `apply_updates` reads a column of the gradients' histories, which tells a mean of gradients. Of a stack XLA then
     # writes these tables as well. `TrainStep` does not look: nothing can have averaged its gradients.
     times = 2 if name == "scan" else 1

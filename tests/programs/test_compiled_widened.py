@@ -40,7 +40,7 @@ def program():
             out, pullback = jax.vjp(lambda x, w: op(x, w, (((1,), (0,)), ((), ()))), x, w)
             return out, pullback(g)
 
-        return inspect_step(step, op, x, w, g, device=device, other_setting=False).step.text
+        return inspect_step(step, op, x, w, g, device=device).step.text
 
     return program_of
 
@@ -83,7 +83,7 @@ def test_parts_with_one_row_or_column_are_rounded():
         with fp8.devices.Device.by_name("h100").as_default():
             step = lambda op, x, w: op(x, w, (((1,), (0,)), ((), ())))
             arrays = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
-            report = inspect_step(step, op, *arrays, device="h100", devices=8, shardings=shardings, other_setting=False)
+            report = inspect_step(step, op, *arrays, device="h100", devices=8, shardings=shardings)
         assert casts_of(report.step.text) == (2, 0)
 
 
@@ -99,7 +99,7 @@ def test_what_is_compressed_is_kept_in_fp8():
 
     shapes = (512, 256), (256, 1024), (256, 1024), (1024, 256)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    text = inspect_step(step, *arrays, device="h100", other_setting=False).step.text
+    text = inspect_step(step, *arrays, device="h100").step.text
     assert casts_of(text) == (2, 0)
 
 
@@ -109,9 +109,7 @@ def test_xla_still_needs_this():
         pytest.skip(missing)
     clipped = lambda x: lax.clamp(-448.0, x, 448.0).astype(jnp.float8_e4m3fn)
     product = lambda x, w: lax.dot(clipped(x), clipped(w), preferred_element_type=jnp.float32)
-    of = lambda *shapes: (
-        inspect_step(product, *(jnp.ones(shape) for shape in shapes), device="h100", other_setting=False).step.text
-    )
+    of = lambda *shapes: inspect_step(product, *(jnp.ones(shape) for shape in shapes), device="h100").step.text
     assert casts_of(of((1, 256), (256, 768)))[1] > 0
     assert re.findall(r"\bf16\[", of((4, 4), (4, 4)))
 
@@ -127,10 +125,8 @@ def test_values_that_are_read_back_are_rounded():
     for function in functions:
         narrow = r"= f8e4m3fn\[[^\]]*\]\S* convert\("
         x = jnp.ones((64, 64))
-        assert re.findall(narrow, inspect_step(function, x, device="h100", other_setting=False).step.text)
+        assert re.findall(narrow, inspect_step(function, x, device="h100").step.text)
         # A gradient is not FP8 data: it has no scale, and passes as if there were no cast.
         backward = lambda x, g, function=function: jax.vjp(function, x)[1](g)
-        text = inspect_step(
-            backward, jnp.ones((64, 64)), jnp.ones((64, 64)), device="h100", other_setting=False
-        ).step.text
+        text = inspect_step(backward, jnp.ones((64, 64)), jnp.ones((64, 64)), device="h100").step.text
         assert not re.findall(narrow, text)

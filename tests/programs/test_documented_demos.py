@@ -37,7 +37,7 @@ def test_a_table_is_what_its_command_prints(command, tmp_path):
         pytest.skip(missing)
     report = tmp_path / "report.md"
     # In a process of its own: the tests' settings are stricter than a user's.
-    arguments = [*shlex.split(command), "--markdown", str(report), "--one-setting"]
+    arguments = [*shlex.split(command), "--markdown", str(report)]
     environment = os.environ | {"XLA_FLAGS": FLAG}
     subprocess.run([sys.executable, "-m", "haliax_fp8", *arguments], env=environment, check=True, capture_output=True)
     found = report.read_text()

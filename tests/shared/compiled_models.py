@@ -13,8 +13,8 @@ import pytest
 
 import haliax_fp8 as fp8
 from haliax_fp8.preflight import Program, compilable_devices
-from haliax_fp8.preflight.hlo.text import parse_hlo
-from haliax_fp8.preflight.hlo.vocabulary import Call, call_of, custom_call_name
+from haliax_fp8.preflight.hlo import parse_hlo
+from haliax_fp8.preflight.instruction import Call
 
 
 # So that no two arrays of a step have as many elements, unless they are of the same kind.
@@ -195,7 +195,7 @@ def abstract(make: Callable[[], Any], dtype: Any = jnp.bfloat16) -> Any:
 def unknown_calls(program: Program) -> set[str]:
     """The custom calls of a compiled program that the preflight has no word for, wherever they are."""
     calls = (i for c in parse_hlo(program.text).computations.values() for i in c if i.opcode == "custom-call")
-    return {custom_call_name(i) for i in calls if call_of(i) is Call.UNKNOWN}
+    return {i.custom_call_name for i in calls if i.call_kind is Call.UNKNOWN}
 
 
 def loss_of(call: Callable[[Any, Any], Any]) -> Callable[[tuple[Any, Any]], Any]:

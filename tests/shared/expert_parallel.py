@@ -58,7 +58,7 @@ if __name__ == "__main__":
     sizes = jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)
     args = op, of(EXPERTS, INPUTS, OUTPUTS), of(ROWS, INPUTS), sizes, of(ROWS, OUTPUTS)
     own = P("experts")
-    where = {"device": sys.argv[1], "mesh": {"experts": DEVICES}, "other_setting": False}
+    where = {"device": sys.argv[1], "mesh": {"experts": DEVICES}}
     steps = {
         "shard_map": (step, (None, own, own, own, own)),
         "automatic axes": (under_automatic_axes, (None, own, own, None, own)),

@@ -44,7 +44,7 @@ def arguments(recipe, experts, rows, inputs, outputs, **options):
 
 
 def figures(device, *shape, recipe="delayed", **options):
-    found = inspect_step(step, *arguments(recipe, *shape, **options), device=device, other_setting=False).step
+    found = inspect_step(step, *arguments(recipe, *shape, **options), device=device).step
     return {
         "products": sorted((product.name, product.implementation, product.out) for product in found.products),
         "fp8_share": found.fp8_share,

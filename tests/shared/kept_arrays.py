@@ -8,11 +8,11 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from haliax_fp8.preflight.hlo.dimensions import dimensions
-from haliax_fp8.preflight.hlo.scopes import product_name
-from haliax_fp8.preflight.hlo.sites import Site, entry_sites, launches, opened
-from haliax_fp8.preflight.hlo.text import Computation, Instruction, Module, Shape, parse_hlo
-from haliax_fp8.preflight.hlo.vocabulary import NO_LAUNCH
+from haliax_fp8.preflight.hlo import Computation, Module, parse_hlo
+from haliax_fp8.preflight.instruction import NO_LAUNCH, Instruction, Shape
+from haliax_fp8.preflight.program import Site, entry_sites, launches, opened
+from haliax_fp8.preflight.sizes import dimensions
+from haliax_fp8.preflight.trace import product_name
 
 
 type Arrays = Counter[tuple[str, int]]

@@ -27,7 +27,6 @@ from haliax_fp8.recipes import (
 )
 from haliax_fp8.statistics import (
     Diagnosis,
-    Finding,
     Problem,
     Remedy,
     Thresholds,
@@ -36,10 +35,9 @@ from haliax_fp8.statistics import (
     every,
     scale_ages,
 )
-from haliax_fp8.statistics.diagnosis.checks import jump, outliers, underflow
-from haliax_fp8.statistics.diagnosis.kernels import foreign_state, moved_at_once
-from haliax_fp8.statistics.diagnosis.operand import Operand
+from haliax_fp8.statistics.diagnose import check
 from haliax_fp8.statistics.history import History
+from haliax_fp8.statistics.operand import Operand
 
 
 WIDTH, DEPTH, ROWS, STEPS, HISTORY = 32, 3, 64, 12, 16
@@ -126,6 +124,19 @@ def at(model, i):
     return model.layers[i].dot_general
 
 
+def operand(layer, name, scaling, history=None, *, recipe=None, **numbers):
+    """An operand that nothing is wrong with, but for the given numbers and the amaxes of its history."""
+    recipe = Recipe.of(scaling) if recipe is None else recipe
+    usual = {"amax": 1.0, "scale": 1.0 / getattr(recipe, name).format.max, "active": 1.0, "kurtosis": 3.0}
+    numbers = {**usual, **dict.fromkeys(("saturation", "underflow", "error", "nonfinite"), 0.0), **numbers}
+    past = None if history is None else History(np.asarray(history), numbers["scale"])
+    return Operand(layer, (), name, numbers, past, recipe)
+
+
+def checked(*operands, thresholds=None):
+    return check(list(operands), Thresholds() if thresholds is None else thresholds)
+
+
 def with_weight(model, i, weight):
     return eqx.tree_at(lambda m: m.layers[i].weight, model, weight)
 
@@ -151,12 +162,13 @@ def test_histories_are_read_in_the_order_of_time():
 @pytest.mark.parametrize("factor", [16.0, 1 / 16])
 def test_kernels_that_are_not_those_of_the_last_step(kernels, factor):
     """Smaller or larger; one alone was replaced, most of many were moved by one step, which is said once."""
-    recorded = History(np.asarray([1.0]), 1.0)
-    operand = lambda path, amax: Operand(path, (), "kernel", {"amax": amax}, recorded, Recipe.of(DelayedScaling()))
-    all = [operand(f"layers.{i}", factor if i < 2 else 1.0) for i in range(kernels)]
-    foreign = [finding.problem for finding in foreign_state(all, Thresholds())]
-    at_once = [finding.problem for finding in moved_at_once(all, Thresholds())]
-    assert (foreign, at_once) == (([], [Problem.JUMP]) if kernels >= 3 else ([Problem.FOREIGN_STATE] * 2, []))
+    amaxes = [factor if i < 2 else 1.0 for i in range(kernels)]
+    all = [operand(f"layers.{i}", "kernel", DelayedScaling(), [1.0], amax=amax) for i, amax in enumerate(amaxes)]
+    found = checked(*all)
+    assert [f.problem for f in found] == [Problem.JUMP] if kernels >= 3 else [Problem.FOREIGN_STATE] * 2
+    for finding in found:
+        assert finding.seen["kernel_jump"] == 16.0 and finding.limits == {"kernel_jump": Thresholds().kernel_jump}
+        assert (finding.seen["amax"], finding.seen["recorded"]) == (factor, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -176,20 +188,17 @@ def test_kernels_that_are_not_those_of_the_last_step(kernels, factor):
     ids=["foreign", "quick", "all", "near", "new"],
 )
 def test_a_kernel_is_judged_by_its_past_and_by_the_others(history, now, others, is_foreign):
-    recipe = Recipe.of(DelayedScaling())
-    past = lambda *amaxes: History(np.asarray(amaxes), 1.0)
-    all = [Operand("0", (), "input", {"amax": 1.0}, past(1.0, 1.0, 1.0, 1.0), recipe)]
-    all += [Operand("0", (), "kernel", {"amax": now}, past(*history), recipe)]
-    steady = past(1.0, 1.0, 1.0, 1.0)
-    all += [Operand(str(i), (), "kernel", {"amax": others}, steady, recipe) for i in range(1, 5)]
-    assert [f.layer for f in foreign_state(all, Thresholds())] == (["0"] if is_foreign else [])
+    steady = [1.0, 1.0, 1.0, 1.0]
+    all = [operand("0", "input", DelayedScaling(), steady), operand("0", "kernel", DelayedScaling(), history, amax=now)]
+    all += [operand(str(i), "kernel", DelayedScaling(), steady, amax=others) for i in range(1, 5)]
+    foreign = [f for f in checked(*all) if f.problem is Problem.FOREIGN_STATE]
+    assert [(f.layer, f.limits) for f in foreign] == ([("0", {"kernel_mismatch": 1.1})] if is_foreign else [])
 
 
 def test_a_percentile_is_no_amax():
     """Its history holds another number than `amax`, so nothing follows from comparing them."""
-    recipe = Recipe.of(DelayedScaling(amax_compute=Percentile(99.0)))
-    all = [Operand(str(i), (), "kernel", {"amax": 8.0}, History(np.asarray([1.0]), 1.0), recipe) for i in range(4)]
-    assert not list(foreign_state(all, Thresholds())) and not list(moved_at_once(all, Thresholds()))
+    scaling = DelayedScaling(amax_compute=Percentile(99.0))
+    assert not checked(*(operand(str(i), "kernel", scaling, [1.0], amax=8.0) for i in range(4)))
 
 
 @pytest.mark.more
@@ -221,9 +230,9 @@ def test_four_bits_flush_some_of_a_healthy_tensor_to_zero():
     assert not diagnosis, diagnosis
     recipe = fp8.recipes.named["nvfp4"]
     lost = spiked(recipe.input.scaling, 1.0, recipe=recipe)
-    assert not list(underflow([lost], Thresholds()))
+    assert checked(lost) == ()
     lost.numbers["error"] = 0.1
-    (finding,) = underflow([lost], Thresholds())
+    (finding,) = checked(lost)
     assert (finding.problem, finding.remedy) == (Problem.UNDERFLOW, Remedy.SCALE_PER_ROW)
 
 
@@ -320,7 +329,9 @@ def test_activations_of_one_layer_ten_thousand_times_larger(healthy):
     blown = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, blow=1e4))(x) - y) ** 2)
     diagnosis = found(healthy, blown)
     assert findings(diagnosis) == [("layers.2", "input", Problem.JUMP, Remedy.SCALE_PER_ROW)]
-    assert "times the largest of the history" in diagnosis.findings[0].seen
+    (finding,) = diagnosis.findings
+    assert finding.seen["jump"] > finding.limits["jump"] == 4.0
+    assert "times the largest of the history" in finding.seen_in_words
 
 
 @pytest.mark.more
@@ -337,7 +348,7 @@ def test_nan_in_one_microbatch(healthy):
     diagnosis = found(healthy, accumulated, (x.at[20, 3].set(jnp.nan), y))
     assert findings(diagnosis) == [("layers.0", "input", Problem.NOT_FINITE, Remedy.NONE)]
     (finding,) = diagnosis.findings
-    assert "apply_if_finite" in finding.advice and "fprop" in finding.seen
+    assert "apply_if_finite" in finding.advice and "fprop" in finding.seen_in_words
 
 
 @pytest.mark.more
@@ -362,7 +373,8 @@ def test_state_that_no_step_has_written():
     square = lambda model, x: (jax.vmap(model)(x) ** 2).mean() * 1e3
     diagnosis = found(model, square, (4 * jax.random.normal(KEY, (64, WIDTH)),))
     (finding,) = only(diagnosis, Problem.NOT_CALIBRATED)
-    assert "those of all 9 operands" in finding.seen and "apply the overwrites" in finding.advice
+    assert finding.seen["all_operands"] == 9 and "those of all 9 operands" in finding.seen_in_words
+    assert "apply the overwrites" in finding.advice
 
 
 @pytest.mark.more
@@ -403,7 +415,7 @@ def test_states_of_two_layers_exchanged(healthy, i, j):
     names = ["head" if k == DEPTH else f"layers.{k}" for k in (i, j)]
     named = [(name, "kernel", Problem.FOREIGN_STATE, Remedy.NONE) for name in names]
     assert sorted(findings(diagnosis)[:2], key=str) == sorted(named, key=str)
-    assert any(f"the amax of {name}" in f.seen for f in diagnosis.findings[:2] for name in names)
+    assert any(f"the amax of {name}" in f.seen_in_words for f in diagnosis.findings[:2] for name in names)
 
 
 def test_a_state_that_fits_several_kernels_is_not_said_to_be_that_of_one():
@@ -417,19 +429,19 @@ def test_a_state_that_fits_several_kernels_is_not_said_to_be_that_of_one():
     diagnosis = found(with_weight(model, 1, 16 * model.layers[1].weight), square, data)
     named = [f for f in diagnosis.findings if f.problem is Problem.FOREIGN_STATE]
     assert [(f.layer, f.operand) for f in named] == [("layers.1", "kernel")]
-    assert named[0].seen.endswith(", about the amax of 3 other kernels")
+    assert named[0].seen_in_words.endswith(", about the amax of 3 other kernels") and len(named[0].others) == 3
 
 
 @pytest.mark.parametrize("amax, seen", [(1.0, "about the amax that layers.1 has too"), (16.0, "the amax of layers.1")])
 def test_only_a_kernel_whose_state_is_foreign_too_is_named_as_its_owner(amax, seen):
     """Amax and record of layers 0 and 1 are exchanged, or layer 0 was replaced; the third has nothing to do with it."""
-    operand = lambda path, now, recorded: Operand(
-        path, (), "kernel", {"amax": now}, History(np.asarray([recorded]), 1.0), Recipe.of(DelayedScaling())
+    kernel = lambda path, now, recorded: operand(path, "kernel", DelayedScaling(), [recorded], amax=now)
+    other = kernel("layers.1", 1.0, amax)
+    first, *_ = checked(
+        kernel("layers.0", 16.0, 1.0), other, kernel("layers.2", 4.0, 4.0), kernel("layers.3", 4.0, 4.0)
     )
-    other = operand("layers.1", 1.0, amax)
-    all = [operand("layers.0", 16.0, 1.0), other, operand("layers.2", 4.0, 4.0), operand("layers.3", 4.0, 4.0)]
-    first, *_ = foreign_state(all, Thresholds())
-    assert first.layer == "layers.0" and first.seen.endswith(f"; the last step recorded 1, {seen}")
+    assert (first.layer, first.problem, first.others) == ("layers.0", Problem.FOREIGN_STATE, ("layers.1",))
+    assert first.seen_in_words.endswith(f"; the last step recorded 1, {seen}")
 
 
 def test_clipped_gradients(healthy):
@@ -450,7 +462,9 @@ def test_drift(healthy):
         model, _, _ = step(model, step.init(model), *batch(i))
     diagnosis = found(model)
     assert findings(diagnosis) == [("layers.2", "kernel", Problem.GROWTH, Remedy.MARGIN)]
-    assert "and so did that of the output grad" in diagnosis.findings[0].seen
+    (finding,) = diagnosis.findings
+    assert finding.seen["growth"] > 4 and finding.others == ("output_grad",)
+    assert "and so did that of output_grad" in finding.seen_in_words
 
 
 def experts(options):
@@ -468,7 +482,10 @@ def test_an_expert_that_never_runs(recipe):
     diagnosis = experts({"recipe": recipe})
     assert findings(diagnosis) == [(name, "input", Problem.NO_ROWS, Remedy.NONE) for name in ("up", "down")]
     first = diagnosis.findings[0]
-    assert first.seen == "33.3% of the experts of up received no rows" and "scale_per_expert=True" in first.advice
+    assert first.seen["active"] == pytest.approx(2 / 3)
+    assert (
+        first.seen_in_words == "33.3% of the experts of up received no rows" and "scale_per_expert=True" in first.advice
+    )
 
 
 @pytest.mark.more
@@ -476,7 +493,8 @@ def test_an_expert_that_never_runs_by_its_number():
     """Experts with a state each: which."""
     diagnosis = experts({"recipe": "delayed", "scale_per_expert": True})
     assert findings(diagnosis) == [(name, "input", Problem.NO_ROWS, Remedy.NONE) for name in ("up", "down")]
-    assert [f.seen for f in diagnosis.findings] == [f"expert 1 of {name} received no rows" for name in ("up", "down")]
+    assert [f.seen["expert"] for f in diagnosis.findings] == [1, 1]
+    assert diagnosis.findings[0].seen_in_words == "expert 1 of up received no rows"
     assert [f.index for f in diagnosis.findings] == [(1,), (1,)] and "balance the router" in str(diagnosis)
 
 
@@ -528,7 +546,9 @@ def test_a_spike_of_the_learning_rate(healthy):
         after, before = (float(jnp.abs(of(m).weight).max()) for m in (moved, healthy))
         factors["head" if layer == "head" else f"layers.{layer}"] = after / before
     assert finding.layer == max(factors, key=factors.get)
-    assert f"{DEPTH + 1} of {DEPTH + 1} kernels" in finding.seen and "learning rate" in finding.advice
+    # The last step recorded the amax of the weights before its update.
+    assert finding.seen["kernel_jump"] == pytest.approx(max(factors.values()), rel=0.05)
+    assert f"{DEPTH + 1} of {DEPTH + 1} kernels" in finding.seen_in_words and "learning rate" in finding.advice
 
 
 def test_a_step_that_moves_most_kernels_by_less_than_a_factor_of_two(healthy):
@@ -541,7 +561,7 @@ def test_a_step_that_moves_most_kernels_by_less_than_a_factor_of_two(healthy):
     params = jax.tree.map(lambda x: moved(x) if eqx.is_inexact_array(x) and x.ndim == 2 else x, fp8.trainable(healthy))
     (finding,) = found(eqx.combine(params, healthy)).findings
     assert (finding.operand, finding.problem) == ("kernel", Problem.JUMP) and "learning rate" in finding.advice
-    assert "or of 1.4 in most kernels" in finding.threshold
+    assert finding.limits == {"kernel_jump": 2.0**0.5} and "1.4 in most kernels" in finding.threshold_in_words
 
 
 @pytest.mark.more
@@ -559,7 +579,7 @@ def test_underflow_of_gradients_that_one_scale_cannot_hold():
     fading = lambda m, x, y: jnp.sum(jnp.exp2(-jnp.arange(64.0))[:, None] * (jax.vmap(m)(x) - y) ** 2)
     findings = only(found(trained("current", steps=1), fading), Problem.UNDERFLOW)
     # Half of the rows end there; the layers before it get what is left.
-    assert findings[0].layer == "head" and "E5M2 holds 32" in findings[0].seen
+    assert findings[0].layer == "head" and findings[0].seen["format_dynamic_range"] == pytest.approx(32, abs=0.5)
     assert {(f.operand, f.remedy) for f in findings} == {("output_grad", Remedy.SCALE_PER_ROW)}
 
 
@@ -575,17 +595,21 @@ def test_an_outlier_channel():
 
 def spiked(scaling, scale_of, *, kurtosis=3.0, name="input", recipe=None):
     """An operand flushed to zero: of an amax of 1 now, of 1e6 two steps ago, and with a scale made for a given amax."""
-    recipe = Recipe.of(scaling) if recipe is None else recipe
-    largest = getattr(recipe, name).format.max
-    numbers = {"amax": 1.0, "scale": scale_of / largest, "underflow": 0.5, "error": 0.01}
-    numbers |= {"dynamic_range": 15.0, "kurtosis": kurtosis}
-    history = History(np.asarray([1.0, 1e6, 1.0, 1.0]), scale_of / largest)
-    return Operand("0", (), name, numbers, history if isinstance(scaling, DelayedScaling) else None, recipe)
+    largest = getattr(Recipe.of(scaling) if recipe is None else recipe, name).format.max
+    numbers = {
+        "underflow": 0.5,
+        "error": 0.01,
+        "dynamic_range": 15.0,
+        "kurtosis": kurtosis,
+        "scale": scale_of / largest,
+    }
+    history = [1.0, 1e6, 1.0, 1.0] if isinstance(scaling, DelayedScaling) else None
+    return operand("0", name, scaling, history, recipe=recipe, **numbers)
 
 
 def test_an_old_spike_is_told_by_the_scale():
     """The scale follows it, or has another reason: another amax of the history, or an update that is yet to come."""
-    (finding,) = underflow([spiked(DelayedScaling(), 1e6)], Thresholds())
+    (finding,) = checked(spiked(DelayedScaling(), 1e6))
     assert (finding.problem, finding.remedy) == (Problem.OLD_SPIKE, Remedy.SHORTER_HISTORY)
     for scaling, amax in (
         (DelayedScaling(amax_compute=RecoveringMax()), 256.0),
@@ -593,26 +617,28 @@ def test_an_old_spike_is_told_by_the_scale():
         (DelayedScaling(update_interval=8), 1e7),
         (StaticScaling(scale=1.0), 100.0),
     ):
-        (finding,) = underflow([spiked(scaling, amax)], Thresholds())
+        (finding,) = checked(spiked(scaling, amax))
         assert finding.problem is Problem.UNDERFLOW, scaling
-        assert f"its scale is made for an amax of {amax:.2g}, but this step's is 1" in finding.seen
-    (finding,) = underflow([spiked(DelayedScaling(amax_compute=MostRecent()), 1.0)], Thresholds())
-    assert finding.problem is Problem.UNDERFLOW and "its values span 15 bits" in finding.seen
+        assert finding.seen["amax_of_scale"] == pytest.approx(amax)
+        assert f"its scale is made for an amax of {amax:.2g}, but this step's is 1" in finding.seen_in_words
+    (finding,) = checked(spiked(DelayedScaling(amax_compute=MostRecent()), 1.0))
+    assert finding.problem is Problem.UNDERFLOW and "its values span 15 bits" in finding.seen_in_words
 
 
 def test_outliers_are_not_blamed_for_a_scale_that_follows_a_spike():
-    blamed = lambda scaling, amax: list(outliers([spiked(scaling, amax, kurtosis=99.0)], Thresholds()))
+    found = lambda scaling, amax: checked(spiked(scaling, amax, kurtosis=99.0))
+    blamed = lambda *of: [finding for finding in found(*of) if finding.problem is Problem.OUTLIERS]
     assert blamed(DelayedScaling(), 1.0) and blamed(DelayedScaling(margin=4), 16.0)
     assert not blamed(DelayedScaling(), 1e6) and not blamed(StaticScaling(scale=1.0), 100.0)
 
 
 def test_a_short_history_is_not_made_longer():
     for length in (4, HISTORY):
-        (finding,) = underflow([spiked(DelayedScaling(amax_history_length=length), 1e6)], Thresholds())
+        (finding,) = checked(spiked(DelayedScaling(amax_history_length=length), 1e6))
         assert (finding.problem, finding.remedy) == (Problem.OLD_SPIKE, Remedy.SCALE_PER_ROW)
     long, short = (Recipe.of(DelayedScaling(amax_history_length=length)) for length in (64, 4))
     recipe = dataclasses.replace(long, kernel=short.kernel)
-    diagnosis = Diagnosis(tuple(underflow([spiked(DelayedScaling(), 1e6, recipe=recipe)], Thresholds())))
+    diagnosis = Diagnosis(tuple(checked(spiked(DelayedScaling(), 1e6, recipe=recipe))))
     model = {"0": eqx.nn.Linear(WIDTH, WIDTH, key=KEY)}
     mended = apply_remedies(fp8.fp8_linear_layers(model, recipe=recipe), diagnosis)
     lengths = [q.scaling.amax_history_length for q in mended["0"].dot_general.recipe.operands]
@@ -630,7 +656,7 @@ def test_a_short_history_is_not_made_longer():
 )
 def test_scales_of_rows_and_blocks_are_not_made_coarser(recipe, remedy):
     recipe = fp8.recipes.named[recipe]
-    (finding,) = underflow([spiked(recipe.input.scaling, 1.0, recipe=recipe)], Thresholds())
+    (finding,) = checked(spiked(recipe.input.scaling, 1.0, recipe=recipe))
     assert (finding.problem, finding.remedy) == (Problem.UNDERFLOW, remedy)
     assert ("rowwise" in finding.advice) == (remedy is Remedy.SCALE_PER_ROW)
 
@@ -646,9 +672,8 @@ def test_scales_of_rows_and_blocks_are_not_made_coarser(recipe, remedy):
     ],
 )
 def test_a_jump_fits_in_the_next_step_only_if_the_scale_follows_it(scaling, fits):
-    numbers = {"amax": 1e3, "saturation": 0.5, "underflow": 0.0, "error": 0.9}
-    operand = Operand("0", (), "input", numbers, History(np.asarray([1.0]), 1 / 448), Recipe.of(scaling))
-    (finding,) = jump([operand], Thresholds())
+    numbers = {"amax": 1e3, "saturation": 0.5, "error": 0.9}
+    (finding,) = checked(operand("0", "input", scaling, [1.0], scale=1 / 448, **numbers))
     assert ("the next step's scale will fit" in finding.advice) == fits
 
 
@@ -720,8 +745,9 @@ def test_what_apply_does_can_be_chosen(healthy):
 
 def test_what_apply_cannot_change_is_said(healthy, caplog):
     """An op in a class without a rule is logged; a layer that the model has not got is an error."""
+    (clipped,) = checked(operand("", "input", DelayedScaling(), saturation=0.5, error=0.9))
     model = {"own": fp8.Fp8DotGeneral.init(DelayedScaling()), "layer": fp8.fp8_linear_layers(Net(KEY)).head}
-    of_layer = lambda layer: Finding(layer, (), "input", Problem.SATURATION, "", "", "", "", Remedy.MARGIN)
+    of_layer = lambda layer: dataclasses.replace(clipped, layer=layer)
     with caplog.at_level(logging.INFO, logger="haliax_fp8"):
         mended = apply_remedies(model, Diagnosis((of_layer("own"), of_layer("layer"))))
     assert mended["layer"].dot_general.recipe.input.scaling.margin == 1

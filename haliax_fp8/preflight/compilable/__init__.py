@@ -1,1 +1,0 @@
-"""The devices to compile for, which this machine need not have."""

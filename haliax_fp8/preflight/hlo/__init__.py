@@ -1,1 +1,0 @@
-"""Reads compiled programs as XLA prints them."""

@@ -1,0 +1,299 @@
+"""A compiled step: its products and how each runs, its other launches, its memory, its collectives."""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+
+from rich.text import Text
+
+from .._printing import Printable
+from ..devices.roofline import Roofline
+from ..devices.traffic import Traffic
+from .collectives import Collective, fp8_share_of_gathers
+from .compile import Memory
+from .instruction import Shape
+
+
+TRITON = "Triton"
+"""The prefix of the names of Triton kernels."""
+
+
+class Verdict(enum.Enum):
+    """How a product runs."""
+
+    FP8 = "FP8"
+    """Its launch reads both operands in FP8 (or narrower), and the device has units that multiply them."""
+
+    EMULATED = "emulated"
+    """Operands were rounded to FP8, then widened: the product runs in a wider format."""
+
+    HIGH_PRECISION = "high precision"
+    """FP8 was not requested."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Product(Printable):
+    """A matrix product: `batch` products of an `m × k` and a `k × n` matrix.
+
+    Args:
+        layer: The path of the weight's layer in the arguments, such as `model.layers.0.up`; empty if there is none.
+        name: `fprop`, `dgrad` or `wgrad`; `forward` or `backward` if the program does not say more.
+        scope: The stack of named scopes that it was traced in.
+        batch: See above.
+        m: See above.
+        n: See above.
+        k: See above.
+        lhs: XLA's name for the first operand's element type as the launch reads it, such as `f8e4m3fn`.
+        rhs: The same for the second operand.
+        widened: The element type to which a Triton kernel itself widens FP8 operands before it multiplies them; empty
+            if they are multiplied directly.
+        out: The element type of the result, as written to memory.
+        compute: The element type of the weight where the model multiplies it, before quantization and after a cast to
+            the compute dtype; empty if unknown.
+        written: XLA's name for the operands' element type in the program before optimization; as compiled if that is
+            unknown.
+        block_scaled: Whether the operands come with a scale for each block.
+        indivisible: The dimensions that are not a multiple of 16, such as `k=4095`; empty if there are none.
+        implementation: What runs it, such as `cublasLt f8`.
+        groups: The factor by which XLA exceeds the requested work if it multiplies every row by the kernels of all
+            groups and keeps one result; 1 for other products.
+        surplus: The factor by which a grouped GPU or TPU kernel exceeds the requested work because its last tiles are
+            not full: an average over the sizes of groups, which are known only on the device.
+        executions: How often it runs in one step, with loops unrolled.
+        bytes: The bytes that one run reads and writes.
+        verdict: How it runs.
+        reason: Why it is not in FP8; empty if it is.
+        in_attention: Whether it is one of the products of a fused attention.
+        halved: Whether the launch skips the half of it that a causal mask hides.
+        is_fp4: Whether an operand is in FP4, or was rounded to it.
+    """
+
+    layer: str
+    name: str
+    scope: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    lhs: str
+    rhs: str
+    widened: str
+    out: str
+    compute: str
+    written: str
+    block_scaled: bool
+    indivisible: str
+    implementation: str
+    groups: int
+    surplus: float
+    executions: int
+    bytes: int
+    verdict: Verdict
+    reason: str
+    in_attention: bool = False
+    halved: bool = False
+    is_fp4: bool = False
+
+    def __rich__(self) -> Text:
+        """Where it is, what it multiplies, and how it runs."""
+        where = self.layer or self.scope or "no layer"
+        operands = self.lhs if self.lhs == self.rhs else f"{self.lhs}·{self.rhs}"
+        why = f": {self.reason}" if self.reason else ""
+        how = f"{self.shape}, {operands} to {self.out}, {self.implementation}, {self.executions} runs"
+        return Text(f"{where}, {self.name}, {how}, {self.verdict.value}{why}", overflow="fold")
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of all runs in a step: two for each multiplication with its addition."""
+        return round(self.surplus * self._flops)
+
+    @property
+    def _flops(self) -> int:
+        return (1 if self.halved else 2) * self.batch * self.m * self.n * self.k * self.executions
+
+    @property
+    def useful_flops(self) -> int:
+        """The FLOPs that the model requested."""
+        return self._flops // self.groups
+
+    @property
+    def shape(self) -> str:
+        """Such as `8192×4096·4096×14336`, preceded by the number of products if there are several."""
+        matrices = f"{self.m}×{self.k}·{self.k}×{self.n}"
+        return matrices if self.batch == 1 else f"{self.batch}× {matrices}"
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it runs in FP8."""
+        return self.verdict is Verdict.FP8
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherLaunches:
+    """Launches that are not matrix products.
+
+    Args:
+        traffic: How many run in a step, and the bytes that they read and write; slices and in-place updates count only
+            what they touch.
+        small: How many of them move less than 1 MB, which takes less time than launching them.
+    """
+
+    traffic: Traffic
+    small: int
+
+    @property
+    def count(self) -> int:
+        """How many run in a step."""
+        return self.traffic.launches
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that they read and write."""
+        return self.traffic.bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Opaque:
+    """A launch that the program does not describe, such as a Pallas kernel: its FLOPs are not counted.
+
+    Args:
+        name: The custom call's name.
+        operands: XLA's names for the operands' element types.
+        executions: How often it runs in one step.
+        scope: The stack of named scopes that it was traced in.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    executions: int
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds on one device, by the roofline: each launch takes the time of its FLOPs or its bytes, plus its overhead.
+
+    Args:
+        products: The time of matrix products.
+        others: The time of all other launches.
+        launching: The part of both that is spent on launching.
+    """
+
+    products: float
+    others: float
+    launching: float
+
+    @property
+    def total(self) -> float:
+        """The time of all launches, one after the other."""
+        return self.products + self.others
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Whether launching takes more time than all the work."""
+        return self.launching > self.total / 2
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Program(Printable):
+    """A compiled step. Print it for one line; a report of it shows every product.
+
+    Args:
+        products: Every matrix product, in the order in which they run.
+        others: Launches that are not matrix products.
+        collectives: Communication between devices.
+        opaque: Launches that the program does not describe.
+        elementwise: The layers whose products are not matrix products here: with one row or one column, XLA multiplies
+            and adds elements. No figure counts them.
+        memory: The memory that it needs.
+        unknown_loops: How many loops have a length that XLA does not know; each counts as one iteration.
+        branches: How many `cond`s there are; all their branches are counted.
+        seconds: How long tracing and compiling took.
+        text: The program, as XLA prints it.
+    """
+
+    products: tuple[Product, ...]
+    others: OtherLaunches
+    collectives: tuple[Collective, ...]
+    opaque: tuple[Opaque, ...]
+    elementwise: tuple[str, ...]
+    memory: Memory
+    unknown_loops: int
+    branches: int
+    seconds: float
+    text: str
+
+    def __rich__(self) -> Text:
+        return Text(
+            f"{len(self.products)} products, {self.fp8_share:.1%} of their FLOPs in FP8; {self.others.count} other "
+            f"launches, {len(self.collectives)} collectives; {self.memory.peak:,} bytes at the peak"
+        )
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of all products in a step, on one device."""
+        return sum(product.flops for product in self.products)
+
+    def share(self, *verdicts: Verdict) -> float:
+        """The share of the FLOPs with one of the verdicts; 0 if there are none.
+
+        Args:
+            *verdicts: Such as `Verdict.FP8`.
+        """
+        return self._share(lambda product: product.verdict in verdicts)
+
+    def words(self, *verdicts: Verdict) -> str:
+        """The share of the FLOPs with one of the verdicts, and how much of them is in FP4, if any is.
+
+        Args:
+            *verdicts: Such as `Verdict.FP8`.
+        """
+        share, four = self.share(*verdicts), self._share(lambda p: p.is_fp4 and p.verdict in verdicts)
+        eight = [f"{share - four:.1%} of the FLOPs in FP8"] if share > four or not four else []
+        return " and ".join([*eight, *([f"{four:.1%} {'' if eight else 'of the FLOPs '}in FP4"] if four else [])])
+
+    def _share(self, counts: Callable[[Product], bool]) -> float:
+        return sum(p.flops for p in self.products if counts(p)) / (self.flops or 1)
+
+    @property
+    def fp8_share(self) -> float:
+        """The share of the FLOPs that run in FP8, or narrower."""
+        return self.share(Verdict.FP8)
+
+    @property
+    def fp8_gathers(self) -> float | None:
+        """The share of bytes gathered for operands of products that are in FP8; None if none are gathered."""
+        return fp8_share_of_gathers(self.collectives)
+
+    @property
+    def useful_flops(self) -> int:
+        """The FLOPs that the model requested; XLA computes grouped products for all groups of every row."""
+        return sum(product.useful_flops for product in self.products)
+
+    @property
+    def without_fp8(self) -> tuple[Product, ...]:
+        """The products that do not run in FP8, the largest first."""
+        return tuple(sorted((p for p in self.products if not p.is_fp8), key=lambda p: -p.flops))
+
+    def estimate(self, roofline: Roofline) -> Estimate:
+        """The roofline estimate.
+
+        Args:
+            roofline: How fast the device is.
+        """
+        runs = sum(product.executions for product in self.products)
+        return Estimate(
+            products=sum(_seconds(product, roofline) for product in self.products),
+            others=roofline.others(self.others.traffic),
+            launching=roofline.launching(runs + self.others.count),
+        )
+
+
+def _seconds(product: Product, roofline: Roofline) -> float:
+    """Seconds at the rate of the wider operand; without FP8 units, FP8 operands are multiplied as bfloat16."""
+    wider = product.widened or max((product.lhs, product.rhs), key=lambda dtype: Shape(dtype).bits)
+    dtype = "bf16" if Shape(wider).bits <= 8 and not product.is_fp8 else wider
+    moved = product.executions * product.bytes
+    if product.in_attention:
+        return roofline.attention(dtype, product.flops, moved, product.executions)
+    return roofline.products(dtype, product.flops, moved, product.executions, in_blocks=product.block_scaled)

@@ -1,1 +1,0 @@
-"""What the preflight shows: findings, tables, estimates."""

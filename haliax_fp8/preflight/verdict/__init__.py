@@ -1,1 +1,0 @@
-"""Which products a compiled program runs in which format, and why."""
