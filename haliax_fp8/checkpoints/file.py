@@ -1,14 +1,16 @@
-"""The file of a run: safetensors with a checksum for each leaf, because weights with a wrong byte look like weights."""
+"""The file of a run: safetensors with checksums, because weights with a wrong byte look like weights."""
 
 import contextlib
+import importlib
 import json
 import math
 import os
 import pathlib
+import re
 import struct
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import equinox as eqx
@@ -24,16 +26,20 @@ from .names import Leaf, described, is_saved, leaves_of, require_one_each
 
 
 # The key of the list of leaves in the file's metadata: for each its checksum, and its dtype where safetensors has none;
-# then the tensor holds bytes, on one more axis.
-_KEY = "haliax_fp8"
+# then the tensor holds bytes, on one more axis. Beside it the checksum of that list and of the header's tensors.
+_KEY, _CHECKSUM = "haliax_fp8", "haliax_fp8_crc32"
+
+# Locks files, which Windows does not need: there, a file that is open cannot be removed.
+_fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
 
 def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = False) -> None:
     """Writes a model, or any tree, as a safetensors file: every array and number by the name of its leaf.
 
     The file is written under another name, flushed to the disk and renamed, so a save that is interrupted leaves the
-    file that was there. `load_into` reads it into models of another recipe, history length or layout, and compares what
-    it reads with checksums.
+    file that was there. If the process was killed, its unfinished file stays until the next save of that name removes
+    it. `load_into` reads the file into models of another recipe, history length or layout, and compares what it reads
+    with checksums.
 
     Args:
         path: The file; `.safetensors` is added if the name has no suffix.
@@ -92,9 +98,7 @@ def open_file(path: pathlib.Path) -> HostArrays:
     try:
         metadata: dict[str, str] = {}
         tensors = read_header(path, metadata)
-        index = json_object(metadata.get(_KEY, "{}").encode(), path.name, what="list of leaves")
-        if index and (wrong := sorted(index.keys() ^ tensors.keys())):
-            raise BrokenCheckpoint(path.name, "it is not a leaf that was saved, or is missing; copy the file", wrong[0])
+        index = _index(path.name, metadata, tensors)
         entries = {name: _entry(stored, index.get(name)) for name, stored in tensors.items()}
     except ValueError as error:
         raise ValueError(f"path={str(path)!r} cannot be read: {error}") from error
@@ -136,6 +140,33 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
         raise ValueError(f"{path} was not made from a tree like made_from, or is cut off: {error}") from error
     arrays = {leaf.name: value for leaf, value in zip(saved, leaves, strict=True)}
     return HostArrays({name: described(value) for name, value in arrays.items()}, arrays.__getitem__)
+
+
+def _index(file: str, metadata: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[str, Any]:
+    """The list of leaves, compared with its checksum and the names of the tensors; empty if `save` did not write it.
+
+    Raises:
+        BrokenCheckpoint: If a part of it is missing, or something in it or in the header has changed.
+    """
+    if _KEY not in metadata and _CHECKSUM not in metadata:
+        return {}
+    index = json_object(metadata.get(_KEY, "{}").encode(), file, what="list of leaves")
+    if wrong := sorted(index.keys() ^ tensors.keys()):
+        raise BrokenCheckpoint(file, "it is not a leaf that was saved, or is missing; copy the file", wrong[0])
+    described = {name: (stored.type, stored.shape) for name, stored in tensors.items()}
+    if metadata.get(_CHECKSUM) != _checksum_of_header(metadata.get(_KEY, ""), described):
+        raise BrokenCheckpoint(file, "its header has changed since it was saved; copy it again, or load an earlier one")
+    return index
+
+
+def _checksum_of_header(index: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> str:
+    """Eight digits, of the list of leaves and of the names, safetensors types and shapes of the tensors."""
+    return f"{zlib.crc32(_json([index, tensors])):08x}"
+
+
+def _json(content: Any) -> bytes:
+    # Not as ASCII: escapes may be in capitals or not, and a bit that changes that would go unnoticed.
+    return json.dumps(content, ensure_ascii=False).encode()
 
 
 def _entry(stored: Stored, saved: Any) -> jax.ShapeDtypeStruct:
@@ -181,7 +212,9 @@ def _write(file: BinaryIO, leaves: list[Leaf]) -> None:
         offset += size
 
     def text() -> bytes:
-        content = json.dumps({"__metadata__": {_KEY: json.dumps(index)}, **header}).encode()
+        described = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+        leaves = _json(index).decode()
+        content = _json({"__metadata__": {_KEY: leaves, _CHECKSUM: _checksum_of_header(leaves, described)}, **header})
         return content + b" " * (-len(content) % 8)
 
     file.write(struct.pack("<Q", len(text())) + text())
@@ -197,10 +230,15 @@ def _write(file: BinaryIO, leaves: list[Leaf]) -> None:
 
 @contextlib.contextmanager
 def _replaced(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when it is complete and on the disk."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    """A file that takes its name when it is complete and on the disk.
+
+    It is locked until then. The system unlocks it when the writer ends, however it ends.
+    """
+    temporary, lock = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp"), None
     try:
-        with temporary.open("wb") as file:
+        _remove_unfinished(path)
+        with _created(temporary) as file:
+            lock = None if _fcntl is None else os.dup(file.fileno())
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -215,6 +253,34 @@ def _replaced(path: pathlib.Path) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _created(temporary: pathlib.Path) -> BinaryIO:
+    """A new file, locked where the file system has locks."""
+    while True:
+        file = temporary.open("wb")
+        if _fcntl is None:
+            return file
+        with contextlib.suppress(OSError):
+            _fcntl.flock(file, _fcntl.LOCK_EX)
+        if temporary.exists():
+            return file
+        file.close()  # Another save found it before it was locked, and removed it.
+
+
+def _remove_unfinished(path: pathlib.Path) -> None:
+    """Removes what writers of a file left that were killed: nobody has it locked, or open on Windows."""
+    unfinished = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.tmp")
+    for other in [other for other in path.parent.iterdir() if unfinished.fullmatch(other.name)]:
+        with contextlib.suppress(OSError):
+            if _fcntl is None:
+                other.unlink()
+                continue
+            with other.open("r+b") as file:
+                _fcntl.flock(file, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+                other.unlink()
 
 
 def _require_savable(leaf: Leaf) -> None:

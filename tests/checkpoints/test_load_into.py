@@ -1,8 +1,11 @@
 """Checkpoints of plain and converted models, loaded into one another through every kind of file."""
 
 import contextlib
+import fcntl
 import functools
+import json
 import pathlib
+import zlib
 
 import equinox as eqx
 import haliax as hax
@@ -535,9 +538,39 @@ LISTS += ['{"a": {"crc32": "0", "dtype": "int4"}}', '{"a": {"crc32": "0", "dtype
 
 @pytest.mark.parametrize("text", LISTS, ids=range(len(LISTS)))
 def test_a_broken_list_of_leaves_is_an_error(text, tmp_path):
-    safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, tmp_path / "x.safetensors", {"haliax_fp8": text})
-    with pytest.raises(ValueError, match=r"path='.*x\.safetensors' cannot be read: x\.safetensors"):
+    checksum = f"{zlib.crc32(json.dumps([text, {'a': ['F32', [3]]}]).encode()):08x}"
+    metadata = {"haliax_fp8": text, "haliax_fp8_crc32": checksum}
+    safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, tmp_path / "x.safetensors", metadata)
+    with pytest.raises(ValueError, match=r"path='.*x\.safetensors' cannot be read: x\.safetensors(?!.*has changed)"):
         load_into({"a": jnp.zeros(3)}, tmp_path / "x.safetensors")
+
+
+def test_no_flipped_bit_is_silent(tmp_path):
+    """Most of them in the header: names, shapes, checksums, names of optional leaves, and names that are not ASCII."""
+    path = tmp_path / "run.safetensors"
+    run = lambda seed: {"é": made("delayed 8", seed), "four": jnp.full(3, seed, jnp.int4), "none": jnp.zeros((0, 3))}
+    save(path, run(1))
+    content = path.read_bytes()
+    random, header, whole = np.random.default_rng(0), 8 * int.from_bytes(content[:8], "little"), 8 * len(content)
+    into = run(2)
+    for bit in [*range(0, 64, 3), *random.integers(64, header, 150), *random.integers(64, whole, 50)]:
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"run\.safetensors"):
+            load_into(into, path)
+
+
+def test_the_header_needs_its_checksum(tmp_path):
+    """A leaf that a model has no use for would hide that the list of leaves is lost, or another file's."""
+    path, tree = tmp_path / "x.safetensors", {"a": jnp.ones(3)}
+    save(path, tree)
+    with safetensors.safe_open(path, "np") as file:
+        metadata = file.metadata()
+    for wrong in ({**metadata, "haliax_fp8_crc32": "0" * 8}, *({key: metadata[key]} for key in metadata)):
+        safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, path, wrong)
+        with pytest.raises(ValueError, match=r"x\.safetensors: (its header has changed|a: it is not a leaf that was)"):
+            load_into(tree, path)
 
 
 def test_leaves_are_aligned_and_other_tools_read_them(tmp_path):
@@ -745,6 +778,41 @@ def test_interrupted_save_leaves_the_last_good_one(tmp_path):
         save(tmp_path / "model.safetensors", {"x": jax.random.key(0)})
     with pytest.raises(ValueError, match="abstract: x has no numbers"):
         save(tmp_path / "model.safetensors", {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})
+
+
+def test_what_killed_writers_left_is_removed_by_the_next_save(tmp_path):
+    """Neither what another save is still writing, nor files of other names."""
+    left, written, other = (
+        tmp_path / f".{name}.{digit * 32}.tmp" for name, digit in (("m.eqx", "0"), ("m.eqx", "1"), ("m", "2"))
+    )
+    others = [other, tmp_path / ".m.eqx.backup.tmp", tmp_path / ".m.eqx.2.eqx.tmp"]
+    for path in (left, written, *others):
+        path.write_bytes(b"part")
+    with written.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        save(tmp_path / "m.eqx", {"x": jnp.ones(3)})
+        assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (written, *others)} | {"m.eqx"}
+    save(tmp_path / "m.eqx", {"x": jnp.ones(3)})
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in others} | {"m.eqx"}
+
+
+def test_a_file_is_locked_from_its_first_byte_until_it_has_its_name(tmp_path, monkeypatch):
+    """Otherwise a second save at the same time would remove it as one that was left."""
+    locked, replace = [], pathlib.Path.replace
+
+    def look():
+        (temporary,) = [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
+        with temporary.open("r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked.append(False)
+            except BlockingIOError:
+                locked.append(True)
+
+    monkeypatch.setattr("os.fsync", lambda file: look() if not locked else None)
+    monkeypatch.setattr(pathlib.Path, "replace", lambda path, target: (look(), replace(path, target))[1])
+    save(tmp_path / "m.safetensors", {"x": jnp.ones(3)})
+    assert locked == [True, True]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
