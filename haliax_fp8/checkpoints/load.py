@@ -19,7 +19,7 @@ from .file import open_equinox, open_file, with_suffix
 from .histories import first_of, fitted, refusal, widths
 from .names import Leaf, described, is_rounding_key, is_saved, leaves_of, require_one_each, with_leaves
 from .orbax import OrbaxFolder
-from .report import LoadReport, incomplete, listed, require_fit
+from .report import LoadReport, incomplete, listed, require_fit, require_no_fresh_weights
 from .state_dict import with_names_of
 
 
@@ -65,6 +65,7 @@ def load_into[M](
     *,
     strict: bool = False,
     made_from: Any = None,
+    allow_fresh_weights: bool = False,
 ) -> tuple[M, LoadReport]:
     """A model with the numbers of a checkpoint, which may be of another recipe, or of the plain model.
 
@@ -81,6 +82,8 @@ def load_into[M](
             or a mapping of names to arrays. Keys of safetensors and of mappings may be those of Haliax's state dict.
         strict: Whether anything but a complete load is an error: a leaf changed or fresh, or an entry unused.
         made_from: For files of Equinox without names: the tree that was saved, or one of its structure.
+        allow_fresh_weights: Whether a weight may stay as it is in the given model although an entry is unused. Usually
+            the two belong together, under names that differ. State of FP8 layers and of optimizers may always.
 
     Returns:
         The model, and what became of every leaf and entry.
@@ -89,7 +92,8 @@ def load_into[M](
         ValueError: If the checkpoint is missing or damaged; if nothing in it fits the model, a weight has another
             shape or kind than the model's, or an abstract model has a leaf that it lacks; if a weight in FP8 comes
             without its scale; if two leaves have the same name, or a number does not fit its leaf's dtype; with
-            `strict`, if the load is not complete. The message names the leaves and the remedy.
+            `strict`, if the load is not complete; without `allow_fresh_weights`, if the checkpoint lacks a weight and
+            has an entry that the model has no leaf for. The message names the leaves and the remedy.
 
     Example:
         >>> from haliax_fp8.checkpoints import load_into
@@ -139,6 +143,8 @@ def load_into[M](
         raise ValueError(_nothing_fits(checkpoint, [leaf.name for leaf in leaves if is_saved(leaf.value)], shown))
     if strict and not report.is_complete:
         raise ValueError(incomplete(model, report, checkpoint.entries))
+    if not allow_fresh_weights:
+        require_no_fresh_weights(model, [leaf.name for leaf in leaves if _is_weight(leaf)], report, shown)
     return with_leaves(model, values), report
 
 
@@ -215,7 +221,7 @@ def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
 
 def _is_weight(leaf: Leaf) -> bool:
     """Whether it has numbers that were learned: a number of Python, such as a rate of dropout, is an option."""
-    return hasattr(leaf.value, "shape") and not is_rounding_key(leaf)
+    return hasattr(leaf.value, "shape") and leaf.state is None and not is_rounding_key(leaf.name)
 
 
 _MISSING_STATE = (
@@ -256,7 +262,7 @@ def _require_all(leaves: list[Leaf], plans: list[_Plan]) -> None:
         if plan.why is not None
         and isinstance(leaf.value, jax.ShapeDtypeStruct)
         and leaf.state is None
-        and not is_rounding_key(leaf)
+        and not is_rounding_key(leaf.name)
     ]
     if missing:
         raise ValueError(

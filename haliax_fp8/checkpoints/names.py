@@ -92,6 +92,6 @@ def described(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), np.asarray(value).dtype)
 
 
-def is_rounding_key(leaf: Leaf) -> bool:
-    """Whether it is the key of an op that rounds stochastically, which every step replaces."""
-    return leaf.name.endswith("dot_general.key")
+def is_rounding_key(name: str) -> bool:
+    """Whether a leaf is the key of an op that rounds stochastically, which every step replaces."""
+    return name.endswith("dot_general.key")

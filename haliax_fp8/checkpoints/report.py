@@ -13,7 +13,7 @@ from .._printing import DottedName, Printable, new_table
 from ..layers.checks import holds_optimizer_state
 from ..layers.walk import path_string
 from .checkpoint import Entries
-from .names import described, is_saved, leaves_of
+from .names import described, is_rounding_key, is_saved, leaves_of
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -102,6 +102,26 @@ def require_fit(tree: Any, misfits: Mapping[str, str], shown: str) -> None:
             f"{shown} does not fit the model: {listed(lines)}. Make the model with the sizes of the saved one. "
             "If a part is to stay new, such as a head for other classes, put None in its place and load the rest: "
             "load_into(eqx.tree_at(lambda model: model.head, model, None), path)"
+        )
+
+
+def require_no_fresh_weights(tree: Any, weights: Iterable[str], report: LoadReport, shown: str) -> None:
+    """Raises a ValueError if a weight is fresh and an entry unused: a name may have changed, on purpose or by damage.
+
+    Args:
+        tree: What was loaded into.
+        weights: The names of its leaves that have learned numbers.
+        report: What became of it.
+        shown: What was loaded.
+    """
+    states = list(_states_of_optimizers(tree))
+    fresh = [name for name in weights if name in report.fresh and not _within(name, states)]
+    unused = [name for name in report.unused if not name.endswith(_STATE) and not is_rounding_key(name)]
+    if fresh and unused:
+        raise ValueError(
+            f"{shown} has nothing for {listed(fresh)}, while the model has no leaf for {listed(unused)}: if a part was "
+            "renamed, give the model the saved names, or load a mapping with its own; if it is to stay as it is in the "
+            "given model, use load_into(..., allow_fresh_weights=True)"
         )
 
 

@@ -206,7 +206,7 @@ def test_state_dict_of_a_stack(flattened, tmp_path):
         assert set(report.kept) == {"blocks.stacked.up.weight", "blocks.stacked.up.bias"} and not report.unused
         np.testing.assert_array_equal(loaded.blocks.stacked.up.weight.array, model.blocks.stacked.up.weight.array)
     missing = {name: array for name, array in found.items() if name != "h.1.up_proj.bias"}
-    loaded, report = load_into(into, missing)
+    loaded, report = load_into(into, missing, allow_fresh_weights=True)
     assert "blocks.stacked.up.bias" in report.fresh and report.unused == ("h.0.up_proj.bias", "h.2.up_proj.bias")
 
 
@@ -384,6 +384,27 @@ def test_a_part_that_stays_new_is_left_out_of_the_load(tmp_path):
     assert eqx.tree_equal(loaded.layers, (old.layers[0], new.layers[1]))
 
 
+def test_a_fresh_weight_beside_an_unused_entry_is_an_error(tmp_path):
+    """Unless it is asked for: the two may be one weight, whose name has changed."""
+    old, new = made("delayed 8", 1), made("current", 2)
+    arrays = arrays_of(old)
+    renamed = {("up_proj.weight" if name == "up.weight" else name): array for name, array in arrays.items()}
+    message = r"^the mapping has nothing for up.weight, while the model has no leaf for up_proj.weight: .*renamed"
+    with pytest.raises(ValueError, match=message):
+        load_into(new, renamed)
+    loaded, report = load_into(new, renamed, allow_fresh_weights=True)
+    assert list(report.fresh) == ["up.weight"] and "up_proj.weight" in report.unused
+    np.testing.assert_array_equal(loaded.up.weight, new.up.weight)
+    # A weight alone, or entries alone; state that is unused, or fresh; an optimizer's state that is fresh.
+    missing = {name: array for name, array in arrays.items() if name != "up.weight"}
+    assert list(load_into(new, missing)[1].fresh) == ["up.weight"] and len(load_into(new, missing)[1].unused) == 3
+    assert load_into(made("static", 2), arrays | {"old": np.ones(3)})[1].unused == ("old",)
+    moments = lambda model, optimizer: (model, optimizer.init(eqx.filter(model.up.weight, eqx.is_array)))
+    save(tmp_path / "run.safetensors", moments(old, optax.trace(0.9)))
+    report = load_into(moments(old, optax.adam(1e-3)), tmp_path / "run.safetensors")[1]
+    assert set(report.fresh) == {"1.0.count", "1.0.mu", "1.0.nu"} and report.unused == ("1.trace",)
+
+
 class Trained(eqx.Module):
     """What a trainer keeps."""
 
@@ -548,7 +569,8 @@ def test_a_broken_list_of_leaves_is_an_error(text, tmp_path):
 def test_no_flipped_bit_is_silent(tmp_path):
     """Most of them in the header: names, shapes, checksums, names of optional leaves, and names that are not ASCII."""
     path = tmp_path / "run.safetensors"
-    run = lambda seed: {"é": made("delayed 8", seed), "four": jnp.full(3, seed, jnp.int4), "none": jnp.zeros((0, 3))}
+    layer = fp8_linear_layers(eqx.nn.Linear(3, 2, key=jax.random.key(0)), recipe=DelayedScaling(amax_history_length=2))
+    run = lambda seed: {"é": layer, "four": np.full(3, seed, jnp.int4), "none": np.zeros((0, 3))}
     save(path, run(1))
     content = path.read_bytes()
     random, header, whole = np.random.default_rng(0), 8 * int.from_bytes(content[:8], "little"), 8 * len(content)
