@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import pathlib
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import haliax as hax
@@ -234,7 +234,7 @@ class AbstractOp(ModuleWithStateDictSerialization):
     """
 
     state: eqx.AbstractVar[OpState | None]
-    operand_names: eqx.AbstractClassVar[tuple[str, ...]]
+    operand_names: ClassVar[tuple[str, ...]]
 
     @property
     @abc.abstractmethod

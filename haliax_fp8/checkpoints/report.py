@@ -26,7 +26,7 @@ class LoadReport(Printable):
     Example:
         >>> from haliax_fp8.checkpoints import load_into
         >>> arrays = {"layers.0.bias": np.zeros(32, np.float32), "old": np.ones(3)}
-        >>> _, report = load_into(fp8_linear_layers(model), arrays)
+        >>> _, report = load_into(fp8_linear_layers(model), arrays, allow_fresh_weights=True)
         >>> report.kept, report.unused
         (('layers.0.bias',), ('old',))
     """
