@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -133,14 +134,13 @@ def from_file(groups: Any) -> dict[str, Operands]:
 
 
 def _is_operand(operand: Any) -> bool:
-    if not isinstance(operand, dict) or not isinstance(operand.get("scaling"), dict):
+    scaling = operand.get("scaling") if isinstance(operand, dict) else None
+    if not isinstance(scaling, dict) or not isinstance(scaling.get("type"), str):
         return False
-    numbers = [
-        operand.get("max"),
-        *(operand["scaling"].get(key, 1) for key in ("amax_history_length", "update_interval")),
-    ]
-    is_positive = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 2**63 for x in numbers)
-    return is_positive and isinstance(operand["scaling"].get("margin", 0), int)
+    lengths = [scaling.get(key, 1) for key in ("amax_history_length", "update_interval")]
+    margin, limit = scaling.get("margin", 0), operand.get("max")
+    is_whole = all(isinstance(x, int) and not isinstance(x, bool) for x in (*lengths, margin))
+    return is_whole and min(lengths) > 0 and abs(margin) < 100 and isinstance(limit, float) and 0.0 < limit < math.inf
 
 
 # --- What differs -----------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def _lines(saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> l
 
 
 def _line(key: str, old: Any, new: Any) -> str:
-    if key == "amax_history_length":
+    if key == "amax_history_length" and old is not None and new is not None:
         return resized(old, new)
     name = "" if key in ("format", "type") else f"{key} "
     return f"{name}{_shown(old)} in the checkpoint, {_shown(new)} here"

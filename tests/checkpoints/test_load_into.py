@@ -569,13 +569,14 @@ def test_a_changed_byte_is_found_wherever_it_is(of_three):
 LEAVES = ["[]", "{", '{"a": ' * 100_000, "{}", '{"leaves": []}', '{"leaves": {"b": {"crc32": "0"}}}']
 LEAVES += [f'{{"leaves": {{"a": {entry}}}}}' for entry in ("1", "{}", '{"crc32": 1}')]
 LEAVES += [f'{{"leaves": {{"a": {{"crc32": "0", "dtype": "{name}"}}}}}}' for name in ("int4", "nonsense")]
-SCALING = '{"type": "DelayedScaling", "amax_history_length": %s}'
+SCALING = '{"max": 1.0, "scaling": {"type": "DelayedScaling", %s}}'
 BROKEN = ["1", "[1]", '[{"ops": ["a"]}]', '[{"ops": 1, "operands": {}}]', '[{"ops": [1], "operands": {}}]']
 BROKEN += [
     f'[{{"ops": ["a"], "operands": {{"input": {operand}}}}}]'
-    for operand in ("1", "{}", '{"max": 0, "scaling": {}}', '{"max": 1, "scaling": {"margin": "0"}}', '{"max": 1}')
+    for operand in ("1", "{}", '{"max": 1.0}', '{"max": 1.0, "scaling": {}}', '{"max": 0.0, "scaling": {"type": "A"}}')
 ]
-BROKEN += [f'[{{"ops": ["a"], "operands": {{"input": {{"max": 1, "scaling": {SCALING % n}}}}}}}]' for n in (0, "true")]
+OPTIONS = ('"amax_history_length": 0', '"amax_history_length": true', '"update_interval": 1.5', '"margin": 1000')
+BROKEN += [f'[{{"ops": ["a"], "operands": {{"input": {SCALING % options}}}}}]' for options in OPTIONS]
 RUN = [f'"recipes": {recipes}' for recipes in BROKEN] + ['"microbatches": 0', '"microbatches": "1"']
 LISTS = LEAVES + [f'{{"leaves": {{"a": {{"crc32": "0"}}}}, {run}}}' for run in RUN]
 
