@@ -1,7 +1,7 @@
 """Fp8DotGeneral: a recipe with its state, callable wherever `lax.dot_general` is."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import equinox as eqx
 import haliax as hax
@@ -78,6 +78,8 @@ class Fp8DotGeneral(AbstractOp):
         >>> new.amax_history("input")
         Array([0.5, 0. , 0. , 0. ], dtype=float32)
     """
+
+    operand_names: ClassVar[tuple[str, ...]] = OPERAND_NAMES
 
     state: OpState | None = None
     key: hax.NamedArray | None = None

@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import pathlib
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import haliax as hax
@@ -226,13 +226,15 @@ def _as_float32(array: Array) -> Array:
 
 
 class AbstractOp(ModuleWithStateDictSerialization):
-    """An op that has a state: what `calibrate` needs to know of it.
+    """An op that has a state: what `calibrate` and checkpoints need to know of it.
 
     Args:
         state: What the op remembers; None if that is nothing.
+        operand_names: The names of the rows of its state, in their order; those of gradients end with `_grad`.
     """
 
     state: eqx.AbstractVar[OpState | None]
+    operand_names: ClassVar[tuple[str, ...]]
 
     @property
     @abc.abstractmethod

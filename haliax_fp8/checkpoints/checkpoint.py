@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from .recipes import Run
+
 
 type Entries = Mapping[str, jax.ShapeDtypeStruct]
 """The shape and dtype of each entry, without its numbers."""
@@ -19,6 +21,11 @@ class AbstractCheckpoint(abc.ABC):
     @abc.abstractmethod
     def entries(self) -> Entries:
         """What it holds."""
+
+    @property
+    def run(self) -> Run:
+        """What it records of the run that wrote it; nothing by default."""
+        return Run()
 
     @abc.abstractmethod
     def read(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -66,15 +73,22 @@ class HostArrays(AbstractCheckpoint):
     Args:
         listed: The entries.
         array: The array of a name.
+        recorded: What it records of the run that wrote it.
     """
 
     listed: Entries
     array: Callable[[str], Any]
+    recorded: Run = Run()
 
     @property
     def entries(self) -> Entries:
         """The entries that the checkpoint lists, by name."""
         return self.listed
+
+    @property
+    def run(self) -> Run:
+        """What the checkpoint records."""
+        return self.recorded
 
     def read(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
         """Each array when it is looked up."""

@@ -1,14 +1,16 @@
-"""The file of a run: safetensors with a checksum for each leaf, because weights with a wrong byte look like weights."""
+"""The file of a run: safetensors with checksums, because weights with a wrong byte look like weights."""
 
 import contextlib
+import importlib
 import json
 import math
 import os
 import pathlib
+import re
 import struct
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import equinox as eqx
@@ -21,32 +23,41 @@ from .._files.strict_json import BrokenCheckpoint, json_object
 from ..layers.checks import check_not_modified, require_tree
 from .checkpoint import HostArrays
 from .names import Leaf, described, is_saved, leaves_of, require_one_each
+from .recipes import Run, from_file, in_file, recipes_of, require_microbatches
 
 
-# The key of the list of leaves in the file's metadata: for each its checksum, and its dtype where safetensors has none;
-# then the tensor holds bytes, on one more axis.
-_KEY = "haliax_fp8"
+# The key of the index in the file's metadata: of each leaf its checksum, and its dtype where safetensors has none (then
+# the tensor holds bytes, on one more axis); the recipes of the ops; and the number of microbatches, if that was given.
+# Beside it the checksum of the index and of the header's tensors.
+_KEY, _CHECKSUM = "haliax_fp8", "haliax_fp8_crc32"
+
+# Locks files, which Windows does not need: there, a file that is open cannot be removed.
+_fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
 
-def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = False) -> None:
+def save(
+    path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = False, microbatches: int | None = None
+) -> None:
     """Writes a model, or any tree, as a safetensors file: every array and number by the name of its leaf.
 
     The file is written under another name, flushed to the disk and renamed, so a save that is interrupted leaves the
-    file that was there. `load_into` reads it into models of another recipe, history length or layout, and compares what
-    it reads with checksums.
+    file that was there. If the process was killed, its unfinished file stays until the next save of that name removes
+    it. `load_into` reads the file into models of another recipe, history length or layout, and compares what it reads
+    with checksums.
 
     Args:
         path: The file; `.safetensors` is added if the name has no suffix.
         tree: A model, or a tuple of model, optimizer state and whatever else a resumed run needs.
         allow_nonfinite: Whether to save NaN, and infinite weights and moments, too: to look at what went wrong. A run
             that goes on from there is lost, and the last good file with it.
+        microbatches: How many microbatches a step has, `step.microbatches`: see `load_into`.
 
     Raises:
         ValueError: If the folder does not exist, or the file cannot be written; if anything but its own update changed
             the FP8 state; if an element is NaN, or an element of an array with axes is infinite, outside of FP8 state;
             if two leaves have the same name; if an array is divided over several processes, or a leaf is a random key
             with a type (save `jax.random.key_data` of it), an array of objects or texts, or a whole number of more than
-            64 bits.
+            64 bits; if `microbatches` is not a positive integer.
 
     Example:
         >>> import tempfile
@@ -60,6 +71,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"path is of type {type(path).__name__}, not the name of a file; use save(path, model)")
     require_tree(tree, "save(path, model)", "tree")
+    require_microbatches(microbatches, of="save")
     if not allow_nonfinite:
         check_not_modified(tree)
     path = with_suffix(path)
@@ -74,7 +86,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
             _require_finite(leaf)
     require_one_each((leaf.name for leaf in saved), "tree")
     with _replaced(path) as file:
-        _write(file, saved)
+        _write(file, saved, Run(recipes_of(tree), microbatches))
 
 
 def with_suffix(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -92,10 +104,10 @@ def open_file(path: pathlib.Path) -> HostArrays:
     try:
         metadata: dict[str, str] = {}
         tensors = read_header(path, metadata)
-        index = json_object(metadata.get(_KEY, "{}").encode(), path.name, what="list of leaves")
-        if index and (wrong := sorted(index.keys() ^ tensors.keys())):
-            raise BrokenCheckpoint(path.name, "it is not a leaf that was saved, or is missing; copy the file", wrong[0])
-        entries = {name: _entry(stored, index.get(name)) for name, stored in tensors.items()}
+        index = _index(path.name, metadata, tensors)
+        leaves = index.get("leaves", {})
+        entries = {name: _entry(stored, leaves.get(name)) for name, stored in tensors.items()}
+        run = _run(path.name, index)
     except ValueError as error:
         raise ValueError(f"path={str(path)!r} cannot be read: {error}") from error
     # Mapped as long as the checkpoint is open: the file may be replaced meanwhile.
@@ -106,14 +118,14 @@ def open_file(path: pathlib.Path) -> HostArrays:
         stored.require_known()
         # A copy, as the bytes may not be aligned.
         words = np.array(content[stored.offset : stored.offset + stored.bytes])
-        if name in index and _checksum(stored.name, stored.type, stored.shape, words) != index[name]["crc32"]:
+        if name in leaves and _checksum(stored.name, stored.type, stored.shape, words) != leaves[name]["crc32"]:
             raise ValueError(
                 f"{path} is damaged: the bytes of {name} have changed since they were saved; copy it again, or load an "
                 "earlier one"
             )
         return words.view(entries[name].dtype).reshape(entries[name].shape)
 
-    return HostArrays(entries, array)
+    return HostArrays(entries, array, run)
 
 
 def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
@@ -138,12 +150,55 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
     return HostArrays({name: described(value) for name, value in arrays.items()}, arrays.__getitem__)
 
 
+def _index(file: str, metadata: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[str, Any]:
+    """The index, compared with its checksum and the names of the tensors; empty if `save` did not write the file.
+
+    Raises:
+        BrokenCheckpoint: If a part of it is missing, or something in it or in the header has changed.
+    """
+    if _KEY not in metadata and _CHECKSUM not in metadata:
+        return {}
+    index = json_object(metadata.get(_KEY, "{}").encode(), file, what="index")
+    leaves = index.get("leaves")
+    if not isinstance(leaves, dict):
+        raise BrokenCheckpoint(file, f"its index has {leaves!r:.60} for the leaves; copy the file")
+    if wrong := sorted(leaves.keys() ^ tensors.keys()):
+        raise BrokenCheckpoint(file, "it is not a leaf that was saved, or is missing; copy the file", wrong[0])
+    described = {name: (stored.type, stored.shape) for name, stored in tensors.items()}
+    if metadata.get(_CHECKSUM) != _checksum_of_header(metadata[_KEY], described):
+        raise BrokenCheckpoint(file, "its header has changed since it was saved; copy it again, or load an earlier one")
+    return index
+
+
+def _run(file: str, index: Mapping[str, Any]) -> Run:
+    """What an index records of the run.
+
+    Raises:
+        BrokenCheckpoint: If that is not what `save` writes.
+    """
+    try:
+        require_microbatches(index.get("microbatches"), of="its index")
+        return Run(from_file(index["recipes"]) if "recipes" in index else None, index.get("microbatches"))
+    except ValueError as error:
+        raise BrokenCheckpoint(file, str(error)) from error
+
+
+def _checksum_of_header(index: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> str:
+    """Eight digits, of the index and of the names, safetensors types and shapes of the tensors."""
+    return f"{zlib.crc32(_json([index, tensors])):08x}"
+
+
+def _json(content: Any) -> bytes:
+    # Not as ASCII: escapes may be in capitals or not, and a bit that changes that would go unnoticed.
+    return json.dumps(content, ensure_ascii=False).encode()
+
+
 def _entry(stored: Stored, saved: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a leaf.
 
     Args:
         stored: Its tensor.
-        saved: What the list of leaves says of it; None in a file that `save` did not write.
+        saved: What the index says of it; None in a file that `save` did not write.
 
     Raises:
         BrokenCheckpoint: If that is not what `save` writes.
@@ -157,7 +212,7 @@ def _entry(stored: Stored, saved: Any) -> jax.ShapeDtypeStruct:
             dtype = jnp.dtype(saved["dtype"])
             if (stored.dtype, *stored.shape[-1:]) == (np.uint8, dtype.itemsize):
                 return jax.ShapeDtypeStruct(stored.shape[:-1], dtype)
-    raise BrokenCheckpoint(stored.file.name, f"the list of leaves has {saved!r:.60} for it; copy the file", stored.name)
+    raise BrokenCheckpoint(stored.file.name, f"its index has {saved!r:.60} for it; copy the file", stored.name)
 
 
 def _checksum(name: str, kind: str, shape: tuple[int, ...], words: Any) -> str:
@@ -165,42 +220,52 @@ def _checksum(name: str, kind: str, shape: tuple[int, ...], words: Any) -> str:
     return f"{zlib.crc32(words, zlib.crc32(f'{name} {kind} {shape}'.encode())):08x}"
 
 
-def _write(file: BinaryIO, leaves: list[Leaf]) -> None:
+def _write(file: BinaryIO, leaves: list[Leaf], run: Run) -> None:
     # The widest elements first: each begins at a multiple of its size, as readers that map the file need.
     leaves = sorted(leaves, key=lambda leaf: -np.dtype(described(leaf.value).dtype).itemsize)
     header: dict[str, Any] = {}
-    index: dict[str, dict[str, str]] = {}
+    entries: dict[str, dict[str, str]] = {}
+    index: dict[str, Any] = {"leaves": entries, "recipes": in_file(run.recipes or {})}
+    if run.microbatches is not None:
+        index["microbatches"] = run.microbatches
     offset = 0
     for leaf in leaves:
         entry = described(leaf.value)
-        dtype, shape, index[leaf.name] = np.dtype(entry.dtype), entry.shape, {"crc32": "0" * 8}
+        dtype, shape, entries[leaf.name] = np.dtype(entry.dtype), entry.shape, {"crc32": "0" * 8}
         size = math.prod(shape) * dtype.itemsize
         if dtype not in NAMES:
-            index[leaf.name]["dtype"], dtype, shape = dtype.name, np.dtype(np.uint8), (*shape, dtype.itemsize)
+            entries[leaf.name]["dtype"], dtype, shape = dtype.name, np.dtype(np.uint8), (*shape, dtype.itemsize)
         header[leaf.name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (offset, offset + size)}
         offset += size
 
-    def text() -> bytes:
-        content = json.dumps({"__metadata__": {_KEY: json.dumps(index)}, **header}).encode()
+    def whole_header() -> bytes:
+        described = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+        text = _json(index).decode()
+        content = _json({"__metadata__": {_KEY: text, _CHECKSUM: _checksum_of_header(text, described)}, **header})
         return content + b" " * (-len(content) % 8)
 
-    file.write(struct.pack("<Q", len(text())) + text())
+    file.write(struct.pack("<Q", len(whole_header())) + whole_header())
     for leaf in leaves:
         words = np.ascontiguousarray(leaf.value).reshape(-1).view(np.uint8)
         kind, shape = header[leaf.name]["dtype"], header[leaf.name]["shape"]
-        index[leaf.name]["crc32"] = _checksum(leaf.name, kind, shape, words.data)
+        entries[leaf.name]["crc32"] = _checksum(leaf.name, kind, shape, words.data)
         file.write(words.data)
     # Checksums are as long as the zeros that stood for them.
     file.seek(8)
-    file.write(text())
+    file.write(whole_header())
 
 
 @contextlib.contextmanager
 def _replaced(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when it is complete and on the disk."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    """A file that takes its name when it is complete and on the disk.
+
+    It is locked until then. The system unlocks it when the writer ends, however it ends.
+    """
+    temporary, lock = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp"), None
     try:
-        with temporary.open("wb") as file:
+        _remove_unfinished(path)
+        with _created(temporary) as file:
+            lock = None if _fcntl is None else os.dup(file.fileno())
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -215,6 +280,34 @@ def _replaced(path: pathlib.Path) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _created(temporary: pathlib.Path) -> BinaryIO:
+    """A new file, locked where the file system has locks."""
+    while True:
+        file = temporary.open("wb")
+        if _fcntl is None:
+            return file
+        with contextlib.suppress(OSError):
+            _fcntl.flock(file, _fcntl.LOCK_EX)
+        if temporary.exists():
+            return file
+        file.close()  # Another save found it before it was locked, and removed it.
+
+
+def _remove_unfinished(path: pathlib.Path) -> None:
+    """Removes what writers of a file left that were killed: nobody has it locked, or open on Windows."""
+    unfinished = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.tmp")
+    for other in [other for other in path.parent.iterdir() if unfinished.fullmatch(other.name)]:
+        with contextlib.suppress(OSError):
+            if _fcntl is None:
+                other.unlink()
+                continue
+            with other.open("r+b") as file:
+                _fcntl.flock(file, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+                other.unlink()
 
 
 def _require_savable(leaf: Leaf) -> None:

@@ -1,6 +1,7 @@
-"""The table of an op's state, from one of another history length."""
+"""The table of an op's state, from one of another recipe or history length."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,8 @@ from jaxtyping import Float32
 from .._state.guard import is_modified
 from .._state.op_state import OpState
 from .._state.table import first_table, guarded
-from ..recipes.scaling import DelayedScaling
+from ..recipes.scaling import AbstractScaling, DelayedScaling, StaticScaling
+from .recipes import Operands, is_gradient
 
 
 def first_of(state: OpState) -> np.ndarray:
@@ -26,36 +28,124 @@ def refusal(table: Float32[np.ndarray, "*stack operands columns"]) -> str | None
     return "the scales in the checkpoint were changed by something other than their own update, such as an optimizer"
 
 
+class SavedRow(NamedTuple):
+    """What a row of a checkpoint's table holds.
+
+    Args:
+        scaling: The name of its scaling's class; empty if the checkpoint does not say.
+        length: How many amaxes follow the scale.
+        columns: How many columns the row has, but for its guard.
+        limit: The largest value of the operand's format.
+        margin: The margin that is in its scale.
+        is_same: Whether its columns mean what they mean in the state.
+        factor: What its amaxes are multiplied by.
+    """
+
+    scaling: str
+    length: int
+    columns: int
+    limit: float
+    margin: int
+    is_same: bool = False
+    factor: float = 1.0
+
+
+def rows_as_here(columns: int, state: OpState) -> list[SavedRow]:
+    """The rows of a table of so many columns, from a checkpoint that does not say what they mean: as in a state.
+
+    Whether it counts the steps between updates (`update_interval`) is not in it: taken to be as in the state.
+    """
+    rows = []
+    for scaling, limit in zip(state.scalings, state.limits, strict=True):
+        delayed = isinstance(scaling, DelayedScaling)
+        length = columns - (3 if delayed and scaling.update_interval > 1 else 2)
+        # A table of three columns may be that of static scaling, whose scale without an amax is nothing to go by.
+        name = "DelayedScaling" if columns > 3 else ""
+        rows.append(SavedRow(name, length, columns - 1, limit, scaling.margin if delayed else 0))
+    return rows
+
+
+def recorded_rows(saved: Operands, here: Operands, names: Sequence[str], factor: float) -> list[SavedRow]:
+    """The rows of a table, from a checkpoint that says what they mean.
+
+    Args:
+        saved: The op's operands in the checkpoint.
+        here: Those of the model's op.
+        names: The operands that have a row.
+        factor: What amaxes of gradients are multiplied by.
+    """
+    rows = []
+    for name in names:
+        operand = saved.get(name, {"scaling": {}, "max": 1.0})
+        scaling = operand["scaling"]
+        length = scaling.get("amax_history_length", 1)
+        of_row = factor if is_gradient(name) else 1.0
+        meanings = [{key: x.get(name, {}).get(key) for key in ("max", "scaling")} for x in (saved, here)]
+        is_same = meanings[0] == meanings[1] and of_row == 1.0
+        columns = 1 + length + (scaling.get("update_interval", 1) > 1)
+        margin = scaling.get("margin", 0)
+        rows.append(SavedRow(scaling.get("type", ""), length, columns, operand["max"], margin, is_same, of_row))
+    return rows
+
+
 def fitted(
-    table: Float32[np.ndarray, "*stack operands columns"], state: OpState
-) -> Float32[np.ndarray, "*stack operands own_columns"] | None:
-    """A table of another width as that of a state; None if no row of it remembers amaxes that the state has use for.
+    table: Float32[np.ndarray, "*stack operands columns"], state: OpState, saved: Sequence[SavedRow]
+) -> tuple[Float32[np.ndarray, "*stack operands own_columns"] | None, list[int]]:
+    """A table as that of a state, and its rows that are as before the first step although their scaling remembers.
+
+    It is None if no row of it remembers anything that the state has use for.
 
     A row `[scale, newest, oldest, ..., second newest, guard]` keeps its newest amaxes. If some have to go, the oldest
     that stays becomes the largest of these and itself, so that the maximum of the history stays the same until the next
     step; missing ones are zeros, older than all others. The scale is computed again from the history, as in a step.
+    Where that is zero, and with static scaling, the scale is converted to the format and margin of the state.
 
     Args:
         table: `[*stack, operands, columns]`, float32. Static scaling's amax of calibration counts as a history of one.
-            Whether it counts the steps between updates (`update_interval`) is not in it: taken to be as in the state.
         state: What the table has to fit.
+        saved: What the rows of the table mean.
+
+    Raises:
+        ValueError: If the table has fewer columns than they need.
     """
-    result, found = first_of(state), False
-    for row, scaling in enumerate(state.scalings):
-        if not isinstance(scaling, DelayedScaling):
+    remembered = [row for row, scaling in zip(saved, state.scalings, strict=True) if scaling.memory is not None]
+    if table.shape == state.table.array.shape and all(row.is_same for row in remembered):
+        return table, []
+    result, found, fresh = first_of(state), False, []
+    for i, (scaling, limit, row) in enumerate(zip(state.scalings, state.limits, saved, strict=True)):
+        if scaling.memory is None:
             continue
-        end = table.shape[-1] - (2 if scaling.update_interval > 1 else 1)
-        history = _resized(table[..., row, 1:end], scaling.amax_history_length)
-        # A table of three columns may be that of static scaling, whose scale without an amax is nothing to go by.
-        used = (history.max(axis=-1, keepdims=True) > 0.0) | (table.shape[-1] > 3)
-        found |= bool(used.any())
-        newest, older = jnp.asarray(history[..., None, :1]), jnp.asarray(history[..., None, 1:])
-        before = jnp.asarray(table[..., row : row + 1, :1])
-        scale = scaling.memory.scale_of(newest, older, before, (state.limits[row],))
-        columns = np.concatenate([np.asarray(scale)[..., 0, :], history], axis=-1)
-        width = columns.shape[-1]
-        result[..., row, :width] = np.where(used, columns, result[..., row, :width])
-    return np.asarray(guarded(jnp.asarray(result[..., :-1]))) if found else None
+        used, columns = _fitted_row(table[..., i, :-1], scaling, len(scaling.memory.first_row), limit, row)
+        if not used.any():
+            fresh.append(i)
+            continue
+        found, width = True, columns.shape[-1]
+        result[..., i, :width] = np.where(used, columns, result[..., i, :width])
+    return (np.asarray(guarded(jnp.asarray(result[..., :-1]))) if found else None), fresh
+
+
+def _fitted_row(
+    values: Float32[np.ndarray, "*stack columns"], scaling: AbstractScaling, width: int, limit: float, row: SavedRow
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which layers of a stack have something to go by in a row, and the columns of those."""
+    everywhere, nowhere = (np.full((*values.shape[:-1], 1), value) for value in (True, False))
+    needed = width if row.is_same else row.columns
+    if needed > values.shape[-1]:
+        raise ValueError(f"its recipe needs {needed + 1} columns, and the table has {values.shape[-1] + 1}")
+    if row.is_same:
+        return everywhere, values[..., :width]
+    margin = getattr(scaling, "margin", 0)
+    scale = values[..., :1] * np.float32(row.limit / limit * 2.0 ** (margin - row.margin) * row.factor)
+    amaxes = values[..., 1 : 1 + row.length] * np.float32(row.factor)
+    if isinstance(scaling, StaticScaling) and row.scaling == "StaticScaling":
+        return everywhere, np.concatenate([scale, amaxes], axis=-1)
+    if not isinstance(scaling, DelayedScaling) or row.scaling not in ("", "DelayedScaling", "StaticScaling"):
+        return nowhere, values
+    history = _resized(amaxes, scaling.amax_history_length)
+    used = (history.max(axis=-1, keepdims=True) > 0.0) | (row.scaling == "DelayedScaling")
+    newest, older, before = (jnp.asarray(x[..., None, :]) for x in (history[..., :1], history[..., 1:], scale))
+    new_scale = scaling.memory.scale_of(newest, older, before, (limit,))
+    return used, np.concatenate([np.asarray(new_scale)[..., 0, :], history], axis=-1)
 
 
 def _resized(history: Float32[np.ndarray, "*stack old"], length: int) -> Float32[np.ndarray, "*stack new"]:
@@ -67,9 +157,3 @@ def _resized(history: Float32[np.ndarray, "*stack old"], length: int) -> Float32
     elif surplus < 0:
         in_time = np.concatenate([np.zeros((*history.shape[:-1], -surplus), np.float32), in_time], axis=-1)
     return np.concatenate([in_time[..., -1:], in_time[..., :-1]], axis=-1)
-
-
-def widths(table: Any, state: OpState) -> str:
-    """How a history was fitted, in words."""
-    old, new = table.shape[-1] - 2, state.table.array.shape[-1] - 2
-    return f"the history of {old} steps was {'cut' if old > new else 'padded'} to {new}; its maximum is the same"

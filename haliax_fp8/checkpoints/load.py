@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -16,10 +16,11 @@ from ..layers.checks import require_tree
 from ..layers.quantized_kernels import require_no_quantized_kernels
 from .checkpoint import AbstractCheckpoint, HostArrays
 from .file import open_equinox, open_file, with_suffix
-from .histories import first_of, fitted, refusal, widths
+from .histories import first_of, fitted, recorded_rows, refusal, rows_as_here
 from .names import Leaf, described, is_rounding_key, is_saved, leaves_of, require_one_each, with_leaves
 from .orbax import OrbaxFolder
-from .report import LoadReport, incomplete, listed, require_fit
+from .recipes import Run, differences, is_gradient, op_of, recipes_of, require_microbatches, resized, table_of
+from .report import LoadReport, incomplete, listed, require_fit, require_no_fresh_weights
 from .state_dict import with_names_of
 
 
@@ -65,22 +66,30 @@ def load_into[M](
     *,
     strict: bool = False,
     made_from: Any = None,
+    allow_fresh_weights: bool = False,
+    microbatches: int | None = None,
 ) -> tuple[M, LoadReport]:
     """A model with the numbers of a checkpoint, which may be of another recipe, or of the plain model.
 
     What has the name and the shape of a leaf is loaded, in the leaf's dtype and onto its devices, one leaf at a time.
     Histories of delayed scaling are cut or padded so that their maximum stays the same, and scales are computed from
-    them. Other state starts fresh, as does an optimizer's where it does not fit. So a plain model's checkpoint loads
-    into a converted one and the reverse, with any recipe. A weight of another shape or kind than the model's is an
-    error.
+    them, for the model's recipe. Static scales are converted to its formats and margin. Other state starts fresh, as
+    does an optimizer's where it does not fit. So a plain model's checkpoint loads into a converted one and the reverse,
+    with any recipe. A weight of another shape or kind than the model's is an error.
 
     Args:
         model: What to load into: a model, a tuple of model and optimizer state, any tree. Arrays may be
             `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`), whose sharding is then that of the loaded array.
         path: A file of `save` or of Equinox's serialisation, a safetensors file, the folder of a step that Orbax wrote,
             or a mapping of names to arrays. Keys of safetensors and of mappings may be those of Haliax's state dict.
-        strict: Whether anything but a complete load is an error: a leaf changed or fresh, or an entry unused.
+        strict: Whether anything but a complete load is an error: a leaf changed or fresh, an entry unused, or a layer
+            with another recipe than in the run that `save` wrote.
         made_from: For files of Equinox without names: the tree that was saved, or one of its structure.
+        allow_fresh_weights: Whether a weight may stay as it is in the given model although an entry is unused. Usually
+            the two belong together, under names that differ. State of FP8 layers and of optimizers may always.
+        microbatches: How many microbatches a step has, `step.microbatches`. If `save` was given another number, the
+            amaxes of output gradients are multiplied: in a mean over microbatches of the same batch, the gradient of
+            each is as many times larger as there are more of them.
 
     Returns:
         The model, and what became of every leaf and entry.
@@ -89,7 +98,9 @@ def load_into[M](
         ValueError: If the checkpoint is missing or damaged; if nothing in it fits the model, a weight has another
             shape or kind than the model's, or an abstract model has a leaf that it lacks; if a weight in FP8 comes
             without its scale; if two leaves have the same name, or a number does not fit its leaf's dtype; with
-            `strict`, if the load is not complete. The message names the leaves and the remedy.
+            `strict`, if the load is not complete; without `allow_fresh_weights`, if the checkpoint lacks a weight and
+            has an entry that the model has no leaf for; if `microbatches` is not a positive integer. The message names
+            the leaves and the remedy.
 
     Example:
         >>> from haliax_fp8.checkpoints import load_into
@@ -99,6 +110,7 @@ def load_into[M](
         >>> report.kept, "calibrate" in report.fresh["layers.0.dot_general.state.table"]
         (('layers.0.weight',), True)
     """
+    require_microbatches(microbatches, of="load_into")
     checkpoint = open_checkpoint(path, model, made_from)
     require_tree(model, "load_into(model, path)")
     require_no_quantized_kernels(model)
@@ -110,13 +122,14 @@ def load_into[M](
     require_fit(model, misfits, shown)
     _require_all(leaves, plans)
     found = checkpoint.read({p.name: p.sharding for p in plans if p.name is not None})
+    recipes = _Recipes(checkpoint.run, Run(recipes_of(model), microbatches))
     values, kept, changed, fresh = [], [], {}, {}
     for leaf, plan in zip(leaves, plans, strict=True):
         value, how, why = leaf.value, plan.how, plan.why
         if plan.name is not None:
             array = found[plan.name]
             if leaf.state is not None:
-                array, how, why = _table(_on_host(array), leaf)
+                array, how, why = _table(_on_host(array), leaf, recipes)
             elif hasattr(leaf.value, "dtype") and leaf.value.dtype != described(array).dtype:
                 array = _on_host(array)
                 require_fits(array, leaf.value.dtype, leaf.name)
@@ -132,6 +145,7 @@ def load_into[M](
             changed[leaf.name] = how
         elif plan.name is not None:
             kept.append(leaf.name)
+    changed |= recipes.changed_without_table(checkpoint.entries.keys(), {leaf.name for leaf in leaves})
     used = {plan.name for plan in plans}
     unused = checkpoint.entries.keys() - used - {plan.refused for plan in plans}
     report = LoadReport(tuple(kept), changed, fresh, tuple(sorted(unused)))
@@ -139,6 +153,8 @@ def load_into[M](
         raise ValueError(_nothing_fits(checkpoint, [leaf.name for leaf in leaves if is_saved(leaf.value)], shown))
     if strict and not report.is_complete:
         raise ValueError(incomplete(model, report, checkpoint.entries))
+    if not allow_fresh_weights:
+        require_no_fresh_weights(model, [leaf.name for leaf in leaves if _is_weight(leaf)], report, shown)
     return with_leaves(model, values), report
 
 
@@ -215,7 +231,7 @@ def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
 
 def _is_weight(leaf: Leaf) -> bool:
     """Whether it has numbers that were learned: a number of Python, such as a rate of dropout, is an option."""
-    return hasattr(leaf.value, "shape") and not is_rounding_key(leaf)
+    return hasattr(leaf.value, "shape") and leaf.state is None and not is_rounding_key(leaf.name)
 
 
 _MISSING_STATE = (
@@ -233,19 +249,80 @@ def _is_fp8(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1
 
 
-def _table(array: np.ndarray, leaf: Leaf) -> tuple[np.ndarray | None, str | None, str | None]:
+class _Recipes:
+    """The recipes of the run that wrote a checkpoint, beside those of the model."""
+
+    def __init__(self, saved: Run, here: Run) -> None:
+        """Both, by the names of the ops' tables.
+
+        Args:
+            saved: What the checkpoint records; files that `save` did not write record nothing.
+            here: The same of the model that is loaded into.
+        """
+        self._is_recorded = saved.recipes is not None
+        self._saved, self._here = ({table_of(op): x for op, x in (run.recipes or {}).items()} for run in (saved, here))
+        self._microbatches = saved.microbatches, here.microbatches
+
+    def fitted(self, table: np.ndarray, leaf: Leaf) -> tuple[np.ndarray | None, list[str]]:
+        """A table as the model's recipe needs it, and how it was changed; None if it has no use for it."""
+        state, saved, here = leaf.state, self._saved.get(leaf.name), self._here.get(leaf.name)
+        assert state is not None
+        if saved is None or here is None:
+            if table.shape == leaf.value.shape:
+                return table, []
+            old, new = table.shape[-1] - 2, leaf.value.shape[-1] - 2
+            return fitted(table, state, rows_as_here(table.shape[-1], state))[0], [resized(old, new)]
+        before, now = self._microbatches
+        names, factor = list(here)[: len(state.limits)], 1.0 if before is None or now is None else now / before
+        result, fresh = fitted(table, state, recorded_rows(saved, here, names, factor))
+        if result is None:
+            return None, []
+        how = [text] if (text := differences(saved, here)) else []
+        if how and not np.array_equal(result[..., 0], table[..., 0]):
+            how += ["the scales were computed for the recipe here"]
+        how += [f"{names[row]} starts fresh: calibrate the model" for row in fresh]
+        kept = [name for name, scaling in zip(names, state.scalings, strict=True) if scaling.memory is not None]
+        if factor != 1.0 and any(is_gradient(name) for name in kept):
+            shown = f"{before} microbatch{'' if before == 1 else 'es'} in the checkpoint, {now} here"
+            how += [f"{shown}: the amaxes of gradients were multiplied by {factor:g}"]
+        return result, how
+
+    def changed_without_table(self, entries: Collection[str], leaves: Collection[str]) -> dict[str, str]:
+        """The ops whose recipe is another, by name, and how; those that have a table are reported with it.
+
+        Args:
+            entries: The names in the checkpoint.
+            leaves: The names in the model.
+        """
+        changed = {}
+        for table in dict.fromkeys([*self._here, *self._saved]) if self._is_recorded else ():
+            op, saved, here = op_of(table), self._saved.get(table), self._here.get(table)
+            layer = op.rpartition(".")[0]
+            in_both = not layer or all(any(x.startswith(f"{layer}.") for x in names) for names in (entries, leaves))
+            if table in entries or table in leaves or not in_both:
+                continue
+            if saved is not None and here is not None:
+                text = differences(saved, here)
+            else:
+                text = "in FP8 " + ("here" if saved is None else "in the checkpoint") + " alone"
+            changed |= {op: text} if text else {}
+        return changed
+
+
+def _table(array: np.ndarray, leaf: Leaf, recipes: _Recipes) -> tuple[np.ndarray | None, str | None, str | None]:
     """The table of a state, how it was changed, and why it is fresh instead."""
-    assert leaf.state is not None
     table = array.astype(np.float32, copy=False)
     if (why := refusal(table)) is not None:
         return None, None, why
-    if table.shape == leaf.value.shape:
-        same = array.dtype == leaf.value.dtype
-        return table, None if same else f"{array.dtype} in the checkpoint, cast to {leaf.value.dtype}", None
-    result = fitted(table, leaf.state)
+    try:
+        result, how = recipes.fitted(table, leaf)
+    except ValueError as error:
+        raise ValueError(f"{leaf.name} is damaged: {error}; load an earlier checkpoint") from error
     if result is None:
         return None, None, "the state in the checkpoint belongs to another scaling, or has recorded nothing"
-    return result, widths(table, leaf.state), None
+    if array.dtype != leaf.value.dtype:
+        how = [f"{array.dtype} in the checkpoint, cast to {leaf.value.dtype}", *how]
+    return result, "; ".join(how) or None, None
 
 
 def _require_all(leaves: list[Leaf], plans: list[_Plan]) -> None:
@@ -256,7 +333,7 @@ def _require_all(leaves: list[Leaf], plans: list[_Plan]) -> None:
         if plan.why is not None
         and isinstance(leaf.value, jax.ShapeDtypeStruct)
         and leaf.state is None
-        and not is_rounding_key(leaf)
+        and not is_rounding_key(leaf.name)
     ]
     if missing:
         raise ValueError(

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from .._state.op_state import OpState
+from ..layers.checks import holds_optimizer_state
 from ..layers.walk import path_string
 
 
@@ -92,6 +93,31 @@ def described(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), np.asarray(value).dtype)
 
 
-def is_rounding_key(leaf: Leaf) -> bool:
-    """Whether it is the key of an op that rounds stochastically, which every step replaces."""
-    return leaf.name.endswith("dot_general.key")
+def is_rounding_key(name: str) -> bool:
+    """Whether a leaf is the key of an op that rounds stochastically, which every step replaces."""
+    return name.endswith("dot_general.key")
+
+
+def within(name: str, paths: Iterable[str]) -> str:
+    """The one of some paths that a name is in; empty if it is in none."""
+    return next((path for path in paths if f"{name}.".startswith(f"{path}.")), "")
+
+
+def states_of_optimizers(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
+    """The parts of a tree that hold such a state, and no model beside it."""
+    children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+    for key, part in children:
+        if not holds_optimizer_state(part):
+            continue
+        if _has_model(part):
+            yield from states_of_optimizers(part, (*path, *key))
+        else:
+            yield path_string((*path, *key))
+
+
+def _has_model(part: Any) -> bool:
+    """Whether a part is a module or has one, as what trainers keep; not in named tuples, as moments are."""
+    if isinstance(part, eqx.Module):
+        return True
+    values = part.values() if isinstance(part, dict) else part if type(part) in (tuple, list) else ()
+    return any(map(_has_model, values))

@@ -1,19 +1,15 @@
 """What became of every entry of a checkpoint, and what to do where a load is not complete."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import equinox as eqx
-import jax
 from rich.console import RenderableType
 from rich.text import Text
 
 from .._printing import DottedName, Printable, new_table
-from ..layers.checks import holds_optimizer_state
-from ..layers.walk import path_string
 from .checkpoint import Entries
-from .names import described, is_saved, leaves_of
+from .names import described, is_rounding_key, is_saved, leaves_of, states_of_optimizers, within
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -30,7 +26,7 @@ class LoadReport(Printable):
     Example:
         >>> from haliax_fp8.checkpoints import load_into
         >>> arrays = {"layers.0.bias": np.zeros(32, np.float32), "old": np.ones(3)}
-        >>> _, report = load_into(fp8_linear_layers(model), arrays)
+        >>> _, report = load_into(fp8_linear_layers(model), arrays, allow_fresh_weights=True)
         >>> report.kept, report.unused
         (('layers.0.bias',), ('old',))
     """
@@ -95,13 +91,33 @@ def require_fit(tree: Any, misfits: Mapping[str, str], shown: str) -> None:
         misfits: The leaves of another shape or kind than their entries, and both.
         shown: What is loaded.
     """
-    states = list(_states_of_optimizers(tree))
-    lines = [f"{name}: {why}" for name, why in misfits.items() if not _within(name, states)]
+    states = list(states_of_optimizers(tree))
+    lines = [f"{name}: {why}" for name, why in misfits.items() if not within(name, states)]
     if lines:
         raise ValueError(
             f"{shown} does not fit the model: {listed(lines)}. Make the model with the sizes of the saved one. "
             "If a part is to stay new, such as a head for other classes, put None in its place and load the rest: "
             "load_into(eqx.tree_at(lambda model: model.head, model, None), path)"
+        )
+
+
+def require_no_fresh_weights(tree: Any, weights: Iterable[str], report: LoadReport, shown: str) -> None:
+    """Raises a ValueError if a weight is fresh and an entry unused: a name may have changed, on purpose or by damage.
+
+    Args:
+        tree: What was loaded into.
+        weights: The names of its leaves that have learned numbers.
+        report: What became of it.
+        shown: What was loaded.
+    """
+    states = list(states_of_optimizers(tree))
+    fresh = [name for name in weights if name in report.fresh and not within(name, states)]
+    unused = [name for name in report.unused if not name.endswith(_STATE) and not is_rounding_key(name)]
+    if fresh and unused:
+        raise ValueError(
+            f"{shown} has nothing for {listed(fresh)}, while the model has no leaf for {listed(unused)}: if a part was "
+            "renamed, give the model the saved names, or load a mapping with its own; if it is to stay as it is in the "
+            "given model, use load_into(..., allow_fresh_weights=True)"
         )
 
 
@@ -121,8 +137,8 @@ def _only_one(name: str, here: Entries, entries: Entries) -> str:
 
 def _cause(tree: Any, names: list[str]) -> tuple[str, str]:
     """What differs from the saved tree, and what to do."""
-    states = list(_states_of_optimizers(tree))
-    parts = {_within(name, states) for name in names}
+    states = list(states_of_optimizers(tree))
+    parts = {within(name, states) for name in names}
     if "" not in parts:
         where = ", ".join(sorted(parts))
         return (
@@ -131,37 +147,13 @@ def _cause(tree: Any, names: list[str]) -> tuple[str, str]:
             "rest fresh",
         )
     whose = "the checkpoint does not belong to this model"
-    if any(name.endswith(_STATE) for name in names):
+    if any(name.endswith((_STATE, "dot_general")) for name in names):
         return whose, (
-            "Convert the model with the recipe and history length of the saved one; load a plain checkpoint first, "
-            "then convert; or use strict=False, which pads and cuts histories and starts other state fresh"
+            "Convert the model with the recipe and history length of the saved one, and train it with as many "
+            "microbatches; load a plain checkpoint first, then convert; or use strict=False, which converts histories "
+            "and scales where it can, and starts other state fresh"
         )
     return whose, (
         "Give the tree that was saved, in its dtypes; or use strict=False, which casts, and keeps this tree's own "
         "numbers where the checkpoint has none"
     )
-
-
-def _within(name: str, paths: Iterable[str]) -> str:
-    """The one of some paths that a name is in; empty if it is in none."""
-    return next((path for path in paths if f"{name}.".startswith(f"{path}.")), "")
-
-
-def _states_of_optimizers(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
-    """The parts of a tree that hold such a state, and no model beside it."""
-    children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
-    for key, part in children:
-        if not holds_optimizer_state(part):
-            continue
-        if _has_model(part):
-            yield from _states_of_optimizers(part, (*path, *key))
-        else:
-            yield path_string((*path, *key))
-
-
-def _has_model(part: Any) -> bool:
-    """Whether a part is a module or has one, as what trainers keep; not in named tuples, as moments are."""
-    if isinstance(part, eqx.Module):
-        return True
-    values = part.values() if isinstance(part, dict) else part if type(part) in (tuple, list) else ()
-    return any(map(_has_model, values))

@@ -51,7 +51,7 @@ def with_names_of(model: Any, checkpoint: HostArrays) -> HostArrays:
         whole = np.stack(arrays) if isinstance(keys, _Stack) else arrays[0]
         return whole.reshape(shapes[name]) if name in flat else whole
 
-    return HostArrays(entries, array)
+    return HostArrays(entries, array, checkpoint.run)
 
 
 def _is_flattened(flat: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -1,8 +1,11 @@
 """Checkpoints of plain and converted models, loaded into one another through every kind of file."""
 
 import contextlib
+import fcntl
 import functools
+import json
 import pathlib
+import zlib
 
 import equinox as eqx
 import haliax as hax
@@ -21,15 +24,25 @@ from full_disk import full_disk
 from helpers import unchecked
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from haliax_fp8 import DelayedScaling, TrainStep, fp8_linear_layers
+from haliax_fp8 import DelayedScaling, Fp8DotGeneral, Recipe, TrainStep, calibrate, fp8_linear_layers
 from haliax_fp8._files.header import read_header
 from haliax_fp8._state.op_state import OpState
 from haliax_fp8._state.table import guarded
 from haliax_fp8.checkpoints import load_into, save
 from haliax_fp8.checkpoints.file import open_file
 from haliax_fp8.checkpoints.names import is_saved, leaves_of
+from haliax_fp8.experimental.attention import Fp8Attention
 from haliax_fp8.huggingface import export_model, import_model
-from haliax_fp8.recipes import StaticScaling
+from haliax_fp8.recipes import (
+    E4M3,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    CurrentScaling,
+    MostRecent,
+    Quantization,
+    StaticScaling,
+)
 
 
 Embed, Heads, Size, Key = hax.make_axes(embed=8, heads=2, size=3, key=4)
@@ -131,7 +144,10 @@ def test_every_pair(kind, tmp_path: pathlib.Path):
             for name in want:
                 np.testing.assert_array_equal(got[name], want[name], err_msg=f"{old} -> {new}: {name}")
             check_states(old, new, tables(model), tables(loaded), report, with_states=kind != "through_state_dict")
-            assert sorted([*report.kept, *report.changed, *report.fresh]) == sorted(arrays_of(into))
+            # Layers without state on either side, in FP8 on one.
+            other = kind == "through_save" and {old, new} == {"plain", "current"}
+            ops = [f"{name}.dot_general" for name in ("q", "k", "up")] if other else []
+            assert sorted([*report.kept, *report.changed, *report.fresh]) == sorted([*arrays_of(into), *ops])
 
 
 def check_states(old, new, stored, loaded, report, *, with_states):
@@ -203,7 +219,7 @@ def test_state_dict_of_a_stack(flattened, tmp_path):
         assert set(report.kept) == {"blocks.stacked.up.weight", "blocks.stacked.up.bias"} and not report.unused
         np.testing.assert_array_equal(loaded.blocks.stacked.up.weight.array, model.blocks.stacked.up.weight.array)
     missing = {name: array for name, array in found.items() if name != "h.1.up_proj.bias"}
-    loaded, report = load_into(into, missing)
+    loaded, report = load_into(into, missing, allow_fresh_weights=True)
     assert "blocks.stacked.up.bias" in report.fresh and report.unused == ("h.0.up_proj.bias", "h.2.up_proj.bias")
 
 
@@ -381,6 +397,27 @@ def test_a_part_that_stays_new_is_left_out_of_the_load(tmp_path):
     assert eqx.tree_equal(loaded.layers, (old.layers[0], new.layers[1]))
 
 
+def test_a_fresh_weight_beside_an_unused_entry_is_an_error(tmp_path):
+    """Unless it is asked for: the two may be one weight, whose name has changed."""
+    old, new = made("delayed 8", 1), made("current", 2)
+    arrays = arrays_of(old)
+    renamed = {("up_proj.weight" if name == "up.weight" else name): array for name, array in arrays.items()}
+    message = r"^the mapping has nothing for up.weight, while the model has no leaf for up_proj.weight: .*renamed"
+    with pytest.raises(ValueError, match=message):
+        load_into(new, renamed)
+    loaded, report = load_into(new, renamed, allow_fresh_weights=True)
+    assert list(report.fresh) == ["up.weight"] and "up_proj.weight" in report.unused
+    np.testing.assert_array_equal(loaded.up.weight, new.up.weight)
+    # A weight alone, or entries alone; state that is unused, or fresh; an optimizer's state that is fresh.
+    missing = {name: array for name, array in arrays.items() if name != "up.weight"}
+    assert list(load_into(new, missing)[1].fresh) == ["up.weight"] and len(load_into(new, missing)[1].unused) == 3
+    assert load_into(made("static", 2), arrays | {"old": np.ones(3)})[1].unused == ("old",)
+    moments = lambda model, optimizer: (model, optimizer.init(eqx.filter(model.up.weight, eqx.is_array)))
+    save(tmp_path / "run.safetensors", moments(old, optax.trace(0.9)))
+    report = load_into(moments(old, optax.adam(1e-3)), tmp_path / "run.safetensors")[1]
+    assert set(report.fresh) == {"1.0.count", "1.0.mu", "1.0.nu"} and report.unused == ("1.trace",)
+
+
 class Trained(eqx.Module):
     """What a trainer keeps."""
 
@@ -529,15 +566,57 @@ def test_a_changed_byte_is_found_wherever_it_is(of_three):
     assert eqx.tree_equal(load_into(zeros, path, strict=True)[0], tree)
 
 
-LISTS = ["[]", "{", '{"a": ' * 100_000, '{"a": 1}', '{"a": {}}', '{"a": {"crc32": 1}}', '{"b": {"crc32": "0"}}']
-LISTS += ['{"a": {"crc32": "0", "dtype": "int4"}}', '{"a": {"crc32": "0", "dtype": "nonsense"}}']
+LEAVES = ["[]", "{", '{"a": ' * 100_000, "{}", '{"leaves": []}', '{"leaves": {"b": {"crc32": "0"}}}']
+LEAVES += [f'{{"leaves": {{"a": {entry}}}}}' for entry in ("1", "{}", '{"crc32": 1}')]
+LEAVES += [f'{{"leaves": {{"a": {{"crc32": "0", "dtype": "{name}"}}}}}}' for name in ("int4", "nonsense")]
+SCALING = '{"max": 1.0, "scaling": {"type": "DelayedScaling", %s}}'
+BROKEN = ["1", "[1]", '[{"ops": ["a"]}]', '[{"ops": 1, "operands": {}}]', '[{"ops": [1], "operands": {}}]']
+BROKEN += [
+    f'[{{"ops": ["a"], "operands": {{"input": {operand}}}}}]'
+    for operand in ("1", "{}", '{"max": 1.0}', '{"max": 1.0, "scaling": {}}', '{"max": 0.0, "scaling": {"type": "A"}}')
+]
+OPTIONS = ('"amax_history_length": 0', '"amax_history_length": true', '"update_interval": 1.5', '"margin": 1000')
+BROKEN += [f'[{{"ops": ["a"], "operands": {{"input": {SCALING % options}}}}}]' for options in OPTIONS]
+RUN = [f'"recipes": {recipes}' for recipes in BROKEN] + ['"microbatches": 0', '"microbatches": "1"']
+LISTS = LEAVES + [f'{{"leaves": {{"a": {{"crc32": "0"}}}}, {run}}}' for run in RUN]
 
 
 @pytest.mark.parametrize("text", LISTS, ids=range(len(LISTS)))
 def test_a_broken_list_of_leaves_is_an_error(text, tmp_path):
-    safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, tmp_path / "x.safetensors", {"haliax_fp8": text})
-    with pytest.raises(ValueError, match=r"path='.*x\.safetensors' cannot be read: x\.safetensors"):
+    checksum = f"{zlib.crc32(json.dumps([text, {'a': ['F32', [3]]}]).encode()):08x}"
+    metadata = {"haliax_fp8": text, "haliax_fp8_crc32": checksum}
+    safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, tmp_path / "x.safetensors", metadata)
+    with pytest.raises(ValueError, match=r"path='.*x\.safetensors' cannot be read: x\.safetensors(?!.*has changed)"):
         load_into({"a": jnp.zeros(3)}, tmp_path / "x.safetensors")
+
+
+def test_no_flipped_bit_is_silent(tmp_path):
+    """Most of them in the header: names, shapes, checksums, names of optional leaves, and names that are not ASCII."""
+    path = tmp_path / "run.safetensors"
+    layer = fp8_linear_layers(eqx.nn.Linear(3, 2, key=jax.random.key(0)), recipe=DelayedScaling(amax_history_length=2))
+    run = lambda seed: {"é": layer, "four": np.full(3, seed, jnp.int4), "none": np.zeros((0, 3))}
+    save(path, run(1))
+    content = path.read_bytes()
+    random, header, whole = np.random.default_rng(0), 8 * int.from_bytes(content[:8], "little"), 8 * len(content)
+    into = run(2)
+    for bit in [*range(0, 64, 3), *random.integers(64, header, 150), *random.integers(64, whole, 50)]:
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"run\.safetensors"):
+            load_into(into, path)
+
+
+def test_the_header_needs_its_checksum(tmp_path):
+    """A leaf that a model has no use for would hide that the list of leaves is lost, or another file's."""
+    path, tree = tmp_path / "x.safetensors", {"a": jnp.ones(3)}
+    save(path, tree)
+    with safetensors.safe_open(path, "np") as file:
+        metadata = file.metadata()
+    for wrong in ({**metadata, "haliax_fp8_crc32": "0" * 8}, *({key: metadata[key]} for key in metadata)):
+        safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, path, wrong)
+        with pytest.raises(ValueError, match=r"x\.safetensors: its (header has changed|index has None)"):
+            load_into(tree, path)
 
 
 def test_leaves_are_aligned_and_other_tools_read_them(tmp_path):
@@ -569,6 +648,171 @@ def test_a_damaged_folder_of_orbax_is_named(tmp_path):
         (path / "_METADATA").write_bytes(bad)
         with pytest.raises(ValueError, match=r"path='.*; copy it again"):
             load_into(tree, path)
+
+
+# --- The recipe of the run -------------------------------------------------------------------------------------------
+
+
+OF_FNUZ = {
+    name: Recipe(*(Quantization(fp8_format, scaling) for fp8_format in (E4M3FNUZ, E4M3FNUZ, E5M2FNUZ)))
+    for name, scaling in (("delayed", DelayedScaling(amax_history_length=4)), ("static", StaticScaling()))
+}
+X = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
+
+
+def mean_square(model, x):
+    return (jax.vmap(model)(x) ** 2).mean()
+
+
+@pytest.mark.parametrize("scaling", OF_FNUZ)
+def test_scales_are_converted_to_another_format(scaling, tmp_path):
+    """Otherwise what fills E4M3 is clipped at 240, for ever with static scaling."""
+    plain = eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0))
+    of_e4m3 = fp8_linear_layers(plain, recipe=OF_FNUZ[scaling].input.scaling, emulate=True)
+    model = calibrate(of_e4m3, mean_square, [X])
+    save(tmp_path / "run.safetensors", model)
+    into = fp8_linear_layers(plain, recipe=OF_FNUZ[scaling], emulate=True)
+    what = "input, kernel: E4M3 in the checkpoint, E4M3FNUZ here; output_grad: E5M2 in the checkpoint, E5M2FNUZ here"
+    with pytest.raises(ValueError, match=rf"strict=True.*dot_general.state.table changed: {what}; the scales were"):
+        load_into(into, tmp_path / "run.safetensors", strict=True)
+    loaded, report = load_into(into, tmp_path / "run.safetensors")
+    assert report.kept == ("weight",) and report.changed["dot_general.state.table"].startswith(what)
+    amaxes = {"input": np.abs(X).max(), "kernel": np.abs(np.asarray(plain.weight)).max()}
+    for operand, amax in amaxes.items():
+        np.testing.assert_allclose(loaded.dot_general.scale(operand), amax / 240, rtol=1e-6)
+    np.testing.assert_array_equal(*(m.dot_general.scale("output_grad") for m in (loaded, model)))
+    anew = calibrate(into, mean_square, [X])
+    np.testing.assert_allclose(tables(loaded)["dot_general.state.table"], tables(anew)["dot_general.state.table"], 1e-6)
+
+
+HISTORY = np.array([3.0, 8.0, 1.0, 2.0], np.float32)
+OTHERS = {
+    "margin": (dict(margin=9), "margin 0 in the checkpoint, 9 here", 8 * 2**9, HISTORY),
+    "rule": (
+        dict(amax_compute=MostRecent()),
+        r"amax_compute MaxOfHistory\(\) in the checkpoint, MostRecent\(\) here",
+        3,
+        HISTORY,
+    ),
+    "interval": (dict(update_interval=3), "update_interval 1 in the checkpoint, 3 here", 8, [*HISTORY, 0]),
+    "both": (
+        dict(amax_history_length=3, update_interval=3),
+        "the history of 4 steps was cut to 3; its maximum is the same; update_interval 1 in",
+        8,
+        [3, 8, 2, 0],
+    ),
+    "power_of_two": (dict(power_of_two=True), "power_of_two False in the checkpoint, True here", 14, HISTORY),
+}
+
+
+@pytest.mark.parametrize("changed", OTHERS)
+def test_another_recipe_is_refused_when_strict_and_converted_otherwise(changed, tmp_path):
+    """The expected scale is the amax that the new recipe takes, over 448; a power of two is the next above."""
+    options, what, amax, columns = OTHERS[changed]
+    made = lambda **options: Fp8DotGeneral.init(DelayedScaling(**{"amax_history_length": 4, **options}))
+    old, new = made(), made(**options)
+    limits = np.array([448, 448, 57344], np.float32)[:, None]
+    table = np.concatenate([np.float32(8) / limits, np.tile(HISTORY, (3, 1))], -1)
+    path = tmp_path / "run.safetensors"
+    save(path, {"op": eqx.tree_at(lambda op: op.state, old, old.state.with_array(guarded(jnp.asarray(table))))})
+    assert load_into({"op": old}, path, strict=True)[1].is_complete
+    with pytest.raises(ValueError, match=f"strict=True.*op.state.table changed: {what}.*Convert the model with"):
+        load_into({"op": new}, path, strict=True)
+    loaded, report = load_into({"op": new}, path)
+    assert list(report.changed) == ["op.state.table"]
+    found = np.asarray(loaded["op"].state.table.array)
+    np.testing.assert_allclose(found[:, :1], amax / limits, rtol=1e-6)
+    np.testing.assert_array_equal(found[:, 1:-1], np.tile(columns, (3, 1)))
+    np.testing.assert_array_equal(loaded["op"].scale("kernel"), found[1, 0])
+
+
+def test_each_row_of_a_table_has_its_own_meaning(tmp_path):
+    """A static scale stays where the history beside it gets longer; what has no use for a history is named."""
+    path, current = tmp_path / "run.safetensors", Quantization(E4M3, CurrentScaling())
+    made = lambda input, length: Fp8DotGeneral.init(
+        Recipe(Quantization(E4M3, input), current, Quantization(E5M2, DelayedScaling(amax_history_length=length)))
+    )
+    static, table = made(StaticScaling(), 4), np.zeros((3, 5), np.float32)
+    table[:, 0], table[0, 1], table[2, 1:] = [0.5, 1.0, 8 / 57344], 7.0, HISTORY
+    with_table = lambda op: eqx.tree_at(lambda op: op.state, op, op.state.with_array(guarded(jnp.asarray(table))))
+    save(path, {"op": with_table(static)})
+    loaded, report = load_into({"op": made(StaticScaling(), 6)}, path)
+    resized = "output_grad: the history of 4 steps was padded to 6; its maximum is the same"
+    assert report.changed == {"op.state.table": resized}
+    found = np.asarray(loaded["op"].state.table.array)
+    np.testing.assert_array_equal(found[0, :6], [0.5, 7, 0, 0, 0, 0])
+    np.testing.assert_array_equal(found[2, :-1], [table[2, 0], 3, 0, 0, 8, 1, 2])
+    delayed = made(DelayedScaling(amax_history_length=4), 4)
+    save(path, {"op": with_table(delayed)})
+    loaded, report = load_into({"op": static}, path)
+    what = "input: DelayedScaling in the checkpoint, StaticScaling here"
+    assert report.changed["op.state.table"].startswith(what)
+    assert report.changed["op.state.table"].endswith("input starts fresh: calibrate the model")
+    np.testing.assert_array_equal(loaded["op"].state.scale, [np.inf, 1, table[2, 0]])
+
+
+def test_recipes_without_state_are_compared_too(tmp_path):
+    """Layer by layer; a checkpoint that does not say what they are loads as it did."""
+    path, model = tmp_path / "run.safetensors", block(1)
+    moments = lambda model: (model, optax.adam(1e-3).init(eqx.filter(model, eqx.is_inexact_array)))
+    run = {name: moments(fp8_linear_layers(model, recipe=name)) for name in ("current", "rowwise")}
+    save(path, run["current"])
+    assert load_into(run["current"], path, strict=True)[1].is_complete
+    with safetensors.safe_open(path, "np") as file:
+        (recorded,) = json.loads(file.metadata()["haliax_fp8"])["recipes"]
+    assert recorded["ops"] == [f"0.{layer}.dot_general" for layer in ("q", "k", "up")]
+    assert recorded["operands"]["output_grad"]["format"] == "E5M2"
+    assert recorded["operands"]["kernel"]["scaling"]["type"] == "CurrentScaling"
+    for other, what in (
+        (run["rowwise"], "CurrentScaling in the checkpoint, RowwiseScaling here; output_grad: E5M2 in the checkpoint"),
+        (moments(model), "in FP8 in the checkpoint alone"),
+    ):
+        with pytest.raises(ValueError, match=f"strict=True.*0.up.dot_general changed: {what}.*Convert the model with"):
+            load_into(other, path, strict=True)
+        report = load_into(other, path)[1]
+        assert set(report.changed) == set(recorded["ops"]) and report.changed["0.up.dot_general"].startswith(what)
+        assert load_into(other, arrays_of(run["current"]), strict=True)[1].is_complete
+    # A layer that only one of them has is not one whose recipe has changed.
+    report = load_into({"up": run["current"][0].up, "new": run["current"][0].q}, arrays_of({"up": model.up}))[1]
+    assert not report.changed
+
+
+def test_amaxes_of_gradients_follow_the_number_of_microbatches(tmp_path):
+    """To the numbers that the new step itself measures of the same batch; where a number is not known, they stay."""
+    path, plain = tmp_path / "run.safetensors", eqx.nn.Linear(16, 16, key=jax.random.key(0))
+    start = fp8_linear_layers(plain, recipe=DelayedScaling(amax_history_length=4))
+    model = {n: TrainStep(mean_square, optax.sgd(0.1), microbatches=n).calibrate(start, X) for n in (1, 4)}
+    table = {n: tables(m)["dot_general.state.table"] for n, m in model.items()}
+    assert (table[4][2, 1] / table[1][2, 1]).item() == 4.0
+    save(path, model[1], microbatches=1)
+    loaded, report = load_into(start, path, microbatches=4)
+    np.testing.assert_array_equal(tables(loaded)["dot_general.state.table"], table[4])
+    what = "1 microbatch in the checkpoint, 4 here: the amaxes of gradients were multiplied by 4"
+    assert report.changed == {"dot_general.state.table": what}
+    with pytest.raises(ValueError, match=f"strict=True.*{what}.*as many microbatches"):
+        load_into(start, path, strict=True, microbatches=4)
+    for n in (1, None):
+        assert load_into(start, path, strict=True, microbatches=n)[1].is_complete
+    save(path, model[4])
+    assert load_into(start, path, strict=True, microbatches=1)[1].is_complete
+    for wrong in (0, 2.5, True):
+        for call in (lambda n: save(path, model[1], microbatches=n), lambda n: load_into(start, path, microbatches=n)):
+            with (
+                unchecked(),
+                pytest.raises(ValueError, match=f"microbatches={wrong} of .*; .*step.microbatches|integer"),
+            ):
+                call(wrong)
+
+
+def test_the_state_of_attention_follows_its_recipe(tmp_path):
+    """It has ten tensors, of which the last five are gradients."""
+    op = lambda **options: Fp8Attention.init(scaling=DelayedScaling(amax_history_length=2, **options), emulate=True)
+    old, path = op(), tmp_path / "run.safetensors"
+    rows = jnp.tile(jnp.array([[1.0, 448.0, 448.0]]), (10, 1))
+    save(path, eqx.tree_at(lambda op: op.state, old, old.state.with_array(guarded(rows))), microbatches=1)
+    loaded, report = load_into(op(margin=1), path, microbatches=8)
+    assert report.changed["state.table"].startswith("margin 0 in the checkpoint, 1 here")
+    np.testing.assert_array_equal(loaded.state.table.array[:, 0], [2.0] * 5 + [16.0] * 5)
 
 
 # --- Saving -----------------------------------------------------------------------------------------------------------
@@ -745,6 +989,41 @@ def test_interrupted_save_leaves_the_last_good_one(tmp_path):
         save(tmp_path / "model.safetensors", {"x": jax.random.key(0)})
     with pytest.raises(ValueError, match="abstract: x has no numbers"):
         save(tmp_path / "model.safetensors", {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})
+
+
+def test_what_killed_writers_left_is_removed_by_the_next_save(tmp_path):
+    """Neither what another save is still writing, nor files of other names."""
+    left, written, other = (
+        tmp_path / f".{name}.{digit * 32}.tmp" for name, digit in (("m.eqx", "0"), ("m.eqx", "1"), ("m", "2"))
+    )
+    others = [other, tmp_path / ".m.eqx.backup.tmp", tmp_path / ".m.eqx.2.eqx.tmp"]
+    for path in (left, written, *others):
+        path.write_bytes(b"part")
+    with written.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        save(tmp_path / "m.eqx", {"x": jnp.ones(3)})
+        assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (written, *others)} | {"m.eqx"}
+    save(tmp_path / "m.eqx", {"x": jnp.ones(3)})
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in others} | {"m.eqx"}
+
+
+def test_a_file_is_locked_from_its_first_byte_until_it_has_its_name(tmp_path, monkeypatch):
+    """Otherwise a second save at the same time would remove it as one that was left."""
+    locked, replace = [], pathlib.Path.replace
+
+    def look():
+        (temporary,) = [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
+        with temporary.open("r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked.append(False)
+            except BlockingIOError:
+                locked.append(True)
+
+    monkeypatch.setattr("os.fsync", lambda file: look() if not locked else None)
+    monkeypatch.setattr(pathlib.Path, "replace", lambda path, target: (look(), replace(path, target))[1])
+    save(tmp_path / "m.safetensors", {"x": jnp.ones(3)})
+    assert locked == [True, True]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import haliax as hax
@@ -66,6 +66,8 @@ class Fp8Attention(AbstractOp):
         >>> float(new.amax_history("query")[0]), float(new.amax_history("weights")[0])
         (1.0, 0.0625)
     """
+
+    operand_names: ClassVar[tuple[str, ...]] = TENSORS
 
     state: OpState | None
     scaling: DelayedScaling | ObservedScaling = eqx.field(static=True)
