@@ -110,6 +110,9 @@ def run_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _as_json(report: CheckReport) -> str:
-    faults = [{"file": f.file, "tensor": f.tensor, "problem": f.problem, "error": f.is_error} for f in report.faults]
+    faults = [
+        {"file": f.file, "tensor": f.tensor, "problem": f.problem, "remedy": f.remedy, "error": f.is_error}
+        for f in report.faults
+    ]
     found = {"layout": report.layout, "sound": report.is_sound, "quantized": report.quantized, "faults": faults}
     return json.dumps(found, indent=2)

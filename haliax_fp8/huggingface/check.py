@@ -33,11 +33,28 @@ from .layout import (
     as_float32,
     read_layout,
 )
-from .sizes import size_faults
+from .sizes import multiplies_by_norms, size_faults
 
 
 # A weight whose data, times their scales, are as large as this has lost its scales, or was quantized twice.
 _LARGE, _LIMIT = 112.0, 448.0
+
+# A weight whose largest element is this, of 448, has scales 64 times too large; not one of few different magnitudes.
+_UNUSED, _FEW = _LIMIT / 64, 32
+_UNUSED_CODE = int(np.asarray(_UNUSED, E4M3).view(np.uint8))
+
+# Engines flush smaller scales to zero; and what is larger overflows.
+_SMALLEST, _LARGEST = np.float32(2.0**-126), float(np.finfo(np.float32).max)
+
+# What a target is that names a class of layers; other classes have no weights that are multiplied.
+_CLASSES = re.compile(r"(Linear|Experts?|MoE)$")
+
+# One scale for keys and values, as older libraries wrote it.
+_OLD_CACHE_SCALE = "kv_scale"
+
+_WRITE_AGAIN = "copy the folder again, or write it again with the library that made it"
+_QUANTIZE_AGAIN = "quantize the weight again from the one in high precision"
+_DEQUANTIZE = "write it in bfloat16, and add its layer to `ignore`"
 
 # How entries of the configuration's lists begin that are regular expressions; longer ones are not read.
 _REGEX, _LONGEST_PATTERN = "re:", 2_000
@@ -56,16 +73,23 @@ class Fault:
         file: The file, by its name in the folder.
         tensor: The tensor, or the part of the configuration; empty if it is the file as a whole.
         problem: What is wrong.
+        remedy: What to do.
         is_error: Whether the checkpoint is broken; otherwise some engines compute other numbers than others.
     """
 
     file: str
     tensor: str
     problem: str
+    remedy: str
     is_error: bool = True
 
     def __str__(self) -> str:
-        return ": ".join(filter(None, (self.file, self.tensor, self.problem)))
+        return ": ".join(filter(None, (self.file, self.tensor, self.line)))
+
+    @property
+    def line(self) -> str:
+        """The problem and the remedy."""
+        return f"{self.problem}; {self.remedy}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -107,7 +131,7 @@ class CheckReport(Printable):
         for column in ("file", "tensor", "problem"):
             table.add_column(column, overflow="fold")
         for fault in self.faults:
-            problem = Text(fault.problem if fault.is_error else f"remark: {fault.problem}")
+            problem = Text(fault.line if fault.is_error else f"remark: {fault.line}")
             table.add_row(Text(fault.file, "red" if fault.is_error else "yellow"), Text(fault.tensor), problem)
         return table
 
@@ -131,7 +155,7 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
     try:
         checked = _Checked.open(path, follow_links=follow_links)
     except BrokenCheckpoint as broken:
-        return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, broken.problem),))
+        return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, broken.problem, _WRITE_AGAIN),))
     faults = sorted(dict.fromkeys(checked.faults()), key=lambda fault: not fault.is_error)
     quantized = sum(map(is_fp8, checked.tensors.values()))
     return CheckReport(path, layout_name(checked.layout), quantized, len(checked.tensors), tuple(faults))
@@ -184,9 +208,9 @@ class _Checked:
         matchers = [_matcher(key, entry, self.layout) for entry in entries]
         return {layer for layer in self.layers if any(matches(layer) for matches in matchers)}
 
-    def _fault(self, name: str, problem: str, *, is_error: bool = True) -> Fault:
+    def _fault(self, name: str, problem: str, remedy: str, *, is_error: bool = True) -> Fault:
         """A fault of a tensor, in its file."""
-        return Fault(self.tensors[name].file.name, name, problem, is_error)
+        return Fault(self.tensors[name].file.name, name, problem, remedy, is_error)
 
     def _value(self, name: str) -> np.ndarray:
         return as_float32(self.folder[name])
@@ -199,124 +223,186 @@ class _Checked:
             elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
                 yield from self._of_scale(name, stored)
             if stored.unreadable is not None:
-                yield self._fault(name, stored.unreadable)
+                yield self._fault(name, stored.unreadable, "or leave it out if the model does not need it")
             elif not is_fp8(stored) and "scale" not in name.rpartition(".")[2]:
-                if count := not_finite(self.folder[name]):
-                    yield self._fault(name, f"{count} of its elements are infinite or NaN")
+                yield from self._of_plain(name)
         yield from (Fault(*found) for found in size_faults(self.folder))
         yield from self._of_caches()
         if self.layout is not None:
             yield from self._of_configuration(self.layout)
             yield from self._of_merged_layers(self.layout)
 
+    def _of_plain(self, name: str) -> Iterator[Fault]:
+        """What is wrong with the values of a tensor in high precision."""
+        count, is_zero = looked_through(self.folder[name])
+        if count:
+            problem = f"{count} of its elements are infinite or NaN"
+            yield self._fault(name, problem, "take a checkpoint from before the training diverged")
+        elif is_zero and name.endswith(WEIGHT):
+            yield self._all_zero(name)
+
+    def _all_zero(self, name: str) -> Fault:
+        # Norms of some models scale by 1 + weight, and some layers begin as zero.
+        is_error = multiplies_by_norms(self.folder)
+        problem = "all of its elements are zero" + (", and so are the outputs of the model's layer" if is_error else "")
+        return self._fault(name, problem, "copy the weight again from the trained model", is_error=is_error)
+
     # --- Weights in FP8, and their scales ---
 
     def _of_data(self, name: str, stored: Stored) -> Iterator[Fault]:
-        layer, layout = name.removesuffix(WEIGHT), self.layout
+        layer, layout, axes = name.removesuffix(WEIGHT), self.layout, len(stored.shape)
+        remedy = f"dequantize {layer} with its scale and write it in bfloat16"
         if layout is None:
             wrong = "it is in FP8, and config.json has no quantization_config: engines take its bytes for the weights"
+            remedy = f"add the {KEY} of the layout that the folder was written in"
         elif stored.dtype != E4M3:
             wrong = f"it is in {stored.shown}; weights for engines are in float8_e4m3fn"
+            remedy = "dequantize it, and quantize it again in that dtype"
         elif not name.endswith(WEIGHT):
             wrong = "it is in FP8 without a scale; only weights of layers may be in FP8"
-        elif _TABLES.search(layer) or (is_norm(layer) and len(stored.shape) == 1):
+        elif _TABLES.search(layer) or (is_norm(layer) and axes == 1):
             wrong = "it is in FP8, and engines read embeddings and norms without scales"
-        elif len(stored.shape) not in (2, 3):
+        elif axes not in (2, 3):
             wrong = f"it is in FP8 with shape {stored.shape}; weights of linear layers have the axes [out, in]"
         elif layer in self.ignored:
             wrong = "it is in FP8, and `ignore` lists the layer: engines take its bytes for the weights"
-        elif count := not_finite(self.folder[name]):
-            wrong = f"{count} of its elements are NaN"
+            remedy = f"remove {layer} from `ignore`"
+        elif is_head(layer) and self.folder.config.get("tie_word_embeddings"):
+            wrong = "it is in FP8, and tie_word_embeddings is true: some engines use the embedding in its place"
+            remedy = "remove the head and its scales, or set tie_word_embeddings to false"
         else:
-            yield from self._of_layer(layer, stored, layout)
+            codes = count_codes(self.folder[name], layout.block((stored.shape[-2], stored.shape[-1])))
+            yield from self._of_codes(name, codes)
+            if not codes.nan:
+                yield from self._of_layer(layer, stored, layout, codes)
             return
-        yield self._fault(name, wrong)
+        yield self._fault(name, wrong, remedy)
 
-    def _of_layer(self, layer: str, stored: Stored, layout: Layout) -> Iterator[Fault]:
+    def _of_codes(self, name: str, codes: "Codes") -> Iterator[Fault]:
+        """What the data of a weight show without its scales."""
+        looks_fnuz = codes.zeros >= 32 and not codes.has_negative_zeros
+        remedy = "view its bytes as float8_e4m3fnuz, dequantize that, and quantize it again in float8_e4m3fn"
+        if codes.nan:
+            hint = ": they look like float8_e4m3fnuz" if looks_fnuz else ""
+            yield self._fault(
+                name, f"{codes.nan} of its elements are NaN{hint}", remedy if looks_fnuz else _QUANTIZE_AGAIN
+            )
+        elif looks_fnuz and codes.amaxes.any():
+            problem = f"{codes.zeros} of its elements are zero and none is -0, as in float8_e4m3fnuz, whose codes mean "
+            yield self._fault(
+                name, f"{problem}half as much", f"if it was written on an AMD GPU, {remedy}", is_error=False
+            )
+
+    def _of_layer(self, layer: str, stored: Stored, layout: Layout, codes: "Codes") -> Iterator[Fault]:
         """What is wrong with the scales of a weight in E4M3."""
         name, scale_name = layer + WEIGHT, self._present(layer, layout.scale_names)
         if is_embedding(layer) or is_norm(layer):
-            problem = (
-                "its name is like that of an embedding or a norm, which engines read without scales; "
-                "if it is a linear layer, ignore this"
-            )
-            yield self._fault(name, problem, is_error=False)
+            problem = "its name is like that of an embedding or a norm, which engines read without scales"
+            remedy = f"if it is a linear layer, do nothing; otherwise {_DEQUANTIZE}"
+            yield self._fault(name, problem, remedy, is_error=False)
         if layout.is_static:
             yield from self._of_input(self._present(layer, layout.input_scale_names), stored)
         if (scale := self.tensors.get(scale_name)) is None:
             names = " or ".join((scale_name, *layout.scale_names[1:]))
-            yield self._fault(name, f"it is in FP8 and has no {names}: some engines take its bytes for the weights")
+            problem = f"it is in FP8 and has no {names}: some engines take its bytes for the weights"
+            yield self._fault(name, problem, "add the scale that multiplies it, or export the folder again")
             return
         # With `fp8`, exponents may be powers of two in float32, as DeepSeek-V3.1 has them.
         right = FLOATS if not layout.exponents else EXPONENTS + (FLOATS if layout.method == "fp8" else ())
         shapes = layout.scale_shapes(stored.shape)
         if scale.dtype not in right:
             expected = " or ".join(dtype.name for dtype in right)
-            yield self._fault(scale_name, f"it is in {scale.shown}; its layout has {expected}")
+            yield self._fault(
+                scale_name, f"it is in {scale.shown}; its layout has {expected}", f"write it in {right[0].name}"
+            )
         elif scale.shape not in shapes:
             transposed = scale.shape in layout.scale_shapes((*stored.shape[:-2], *stored.shape[:-3:-1]))
             hint = "; it fits the transposed weight, which has to be [out, in]" if transposed else ""
             has = f"a weight of shape {stored.shape} has {' or '.join(map(str, shapes))} in this layout"
-            yield self._fault(scale_name, f"it has shape {scale.shape}; {has}{hint}")
-        elif problem := self._bad_values(scale_name):
-            yield self._fault(scale_name, problem)
-        elif len(stored.shape) == 2 and math.prod(stored.shape):
-            yield from self._of_magnitudes(name, scale_name, layout)
+            remedy = "transpose the weight" if transposed else "correct the strategy or block size in config.json"
+            yield self._fault(scale_name, f"it has shape {scale.shape}; {has}{hint}", remedy)
+        elif found := self._bad_values(scale_name):
+            yield self._fault(scale_name, *found)
+        elif math.prod(stored.shape):
+            yield from self._of_magnitudes(name, scale_name, layout, codes)
 
     def _of_input(self, name: str, weight: Stored) -> Iterator[Fault]:
         if (stored := self.tensors.get(name)) is None:
-            yield Fault(weight.file.name, name, "it is missing, and inputs are static: engines need the scale")
+            problem = "it is missing, and inputs are static: engines need the scale"
+            yield Fault(weight.file.name, name, problem, "add it, or convert to a layout with dynamic inputs")
         elif stored.dtype not in FLOATS:
-            yield self._fault(name, f"it is in {stored.shown}; scales of inputs are in float32")
+            yield self._fault(name, f"it is in {stored.shown}; scales of inputs are in float32", "write it in float32")
         elif math.prod(stored.shape) != max(1, math.prod(weight.shape[:-2])):
-            yield self._fault(name, f"it has shape {stored.shape}; a static input has one scale")
-        elif problem := self._bad_values(name):
-            yield self._fault(name, problem)
+            problem = f"it has shape {stored.shape}; a static input has one scale"
+            yield self._fault(name, problem, "write the largest of them alone")
+        elif found := self._bad_values(name):
+            yield self._fault(name, *found)
+        elif (values := self._value(name)).min() < _SMALLEST or float(values.max()) * _LIMIT > _LARGEST:
+            problem = f"it is {float(values.min())}: engines divide inputs by it, and get NaN or zeros"
+            yield self._fault(name, problem, "calibrate the layer's input again: amax / 448")
 
-    def _of_magnitudes(self, name: str, scale_name: str, layout: Layout) -> Iterator[Fault]:
+    def _of_magnitudes(self, name: str, scale_name: str, layout: Layout, codes: "Codes") -> Iterator[Fault]:
         """Data and scales that do not belong together."""
-        data = self.folder[name]
-        shape = data.shape[0], data.shape[1]
-        found = amaxes(data, layout.block(shape))
+        shape, found = self.tensors[name].shape, codes.amaxes
         if not found.any():
-            yield self._fault(name, "all of its elements are zero", is_error=False)
+            yield self._all_zero(name)
             return
         scale = self._value(scale_name).reshape(found.shape)
-        if (largest := float((found * scale).max())) >= _LARGE and scale.min() >= 0.25:
+        with np.errstate(over="ignore"):
+            largest = float((found * scale).max())
+        if count := int(((scale < _SMALLEST) & (found > 0)).sum()):
+            problem = f"{count} of {scale.size} scales are below 2**-126, which engines flush to zero"
+            yield self._fault(scale_name, problem, _QUANTIZE_AGAIN)
+        elif not math.isfinite(largest) or (largest >= _LARGE and scale.min() >= 0.25):
             problem = f"data * scale reaches {largest:.0f}: the scales are lost, or it was quantized twice"
-            yield self._fault(scale_name, problem)
+            yield self._fault(scale_name, problem, _QUANTIZE_AGAIN)
+        elif codes.is_clipped:
+            problem = f"{codes.limits / math.prod(shape):.1%} of its elements are 448 or -448: its scales are too small"
+            yield self._fault(
+                name, f"{problem}, and larger weights were clipped", f"{_QUANTIZE_AGAIN}: scale = amax / 448"
+            )
+        elif layout.strategy == "channel" and codes.is_unused:
+            problem = f"none of its elements is above {found.max():g} of 448: its scales are {_LIMIT / found.max():.0f}"
+            remedy = f"{_QUANTIZE_AGAIN}: scale = amax / 448"
+            yield self._fault(name, f"{problem} times too large, and small weights were rounded to zero", remedy)
         # The largest of each row is 448 then, and of the columns that of some.
-        elif layout.strategy == "channel" and shape[0] == shape[1] >= 16 and np.unique(scale).size > 1:
-            columns = amaxes(data, (shape[0], 1))
+        elif layout.strategy == "channel" and len(shape) == 2 and shape[0] == shape[1] >= 16:
+            columns = count_codes(self.folder[name], (shape[0], 1)).amaxes if np.unique(scale).size > 1 else found
             if (columns == _LIMIT).all() and not (found == _LIMIT).all():
                 rows = "each of its columns reaches 448, but not each row, although rows have the scales"
-                yield self._fault(name, f"{rows}: it is transposed")
+                yield self._fault(name, f"{rows}: it is transposed", "transpose the weight: it has to be [out, in]")
 
     def _of_scale(self, name: str, stored: Stored) -> Iterator[Fault]:
         """What is wrong with a scale as such: whose it is, and its values."""
         layer, _, kind = name.rpartition(".")
         weight, layout = self.tensors.get(layer + WEIGHT), self.layout
         if kind in CACHE_SCALES:
-            if stored.is_known and (problem := self._bad_values(name, positive_or_absent=True)):
-                yield self._fault(name, problem)
+            if stored.is_known and (found := self._bad_values(name, positive_or_absent=True)):
+                yield self._fault(name, *found)
         elif weight is None:
-            yield self._fault(name, f"it is a scale, but {layer}{WEIGHT} is missing")
+            problem = f"it is a scale, but {layer}{WEIGHT} is missing"
+            yield self._fault(name, problem, "add the weight, or remove the scale")
         elif not is_fp8(weight):
-            yield self._fault(name, f"it is a scale, and {layer}{WEIGHT} is in {weight.shown}, which has none")
+            problem = f"it is a scale, and {layer}{WEIGHT} is in {weight.shown}, which has none"
+            yield self._fault(name, problem, "remove the scale, or quantize the weight")
         elif layout is not None:
             names = layout.input_scale_names if kind in INPUT_SCALES else layout.scale_names
             if kind not in names:
-                yield self._fault(name, f"engines look for {' or '.join(names)} in this layout")
+                yield self._fault(
+                    name, f"engines look for {' or '.join(names)} in this layout", f"rename it to {layer}.{names[0]}"
+                )
             elif (first := self._present(layer, names)) != name:
-                yield self._fault(name, f"{first} is there too: each engine reads one of them")
+                yield self._fault(name, f"{first} is there too: each engine reads one of them", "remove one of them")
             elif kind in INPUT_SCALES and not layout.is_static:
-                yield self._fault(name, "inputs are not static: engines ignore it", is_error=False)
+                problem = "inputs are not static: engines ignore it"
+                yield self._fault(name, problem, "remove it, or say dynamic: false in config.json", is_error=False)
 
     def _present(self, layer: str, names: tuple[str, ...]) -> str:
         """The first scale of a layer that is there by one of its names; by the first of these if there is none."""
         return next((name for kind in names if (name := f"{layer}.{kind}") in self.tensors), f"{layer}.{names[0]}")
 
-    def _bad_values(self, name: str, *, positive_or_absent: bool = False) -> str:
+    def _bad_values(self, name: str, *, positive_or_absent: bool = False) -> tuple[str, str] | None:
+        """A problem of a scale's values and its remedy."""
         scale = self._value(name)
         # Engines write -1 for a scale of keys and values that is not there.
         wrong = {
@@ -324,17 +410,21 @@ class _Checked:
             "infinite": np.isinf(scale),
             "zero or negative; a scale is a positive factor": (scale <= 0) & ~((scale == -1) & positive_or_absent),
         }
-        return next((f"{int(x.sum())} of {scale.size} scales are {what}" for what, x in wrong.items() if x.any()), "")
+        what = next((what for what, x in wrong.items() if x.any()), None)
+        remedy = "compute it again: amax / 448 of what it scales"
+        return None if what is None else (f"{int(wrong[what].sum())} of {scale.size} scales are {what}", remedy)
 
     # --- The configuration, and layers that belong together ---
 
     def _of_configuration(self, layout: Layout) -> Iterator[Fault]:
         strict = layout.method == "compressed-tensors"
-        if strict and layout.status not in ("compressed", "frozen"):
+        if strict and layout.status != "compressed":
             problem = f"quantization_status is {layout.status}; without 'compressed', Transformers quantizes the "
-            yield Fault(CONFIG, KEY, f"{problem}weights again and computes other numbers")
+            problem += "weights again, or ignores their scales, and computes other numbers"
+            remedy, is_error = "set quantization_status to 'compressed'", layout.status != "frozen"
+            yield Fault(CONFIG, KEY, problem, remedy, is_error)
         if not any(map(is_fp8, self.tensors.values())):
-            yield Fault(CONFIG, KEY, "it is there, but no tensor is in FP8")
+            yield Fault(CONFIG, KEY, "it is there, but no tensor is in FP8", f"remove {KEY}")
         for layer in self.layers:
             stored = self.tensors[layer + WEIGHT]
             if is_fp8(stored) or layer in self.ignored or not is_linear(layer, len(stored.shape)):
@@ -343,31 +433,56 @@ class _Checked:
             # Other methods' engines leave heads and routers alone by themselves.
             if ("Linear" in layout.targets or layer in self.targeted) and (strict or kind == "linear layer"):
                 problem = f"this {kind} is in {stored.shown}, and `ignore` does not list {layer}"
-                yield self._fault(layer + WEIGHT, f"{problem}: engines look for its scale")
+                yield self._fault(
+                    layer + WEIGHT, f"{problem}: engines look for its scale", f"add {layer} to `ignore`, or quantize it"
+                )
+        yield from self._of_targets(layout)
         for entry in layout.ignore:
             tied = self.folder.config.get("tie_word_embeddings") and is_head(entry)
             if not (tied or self._matched("ignore", [entry])):
                 kind = "matches" if entry.startswith(_REGEX) else "is the name of"
-                yield Fault(CONFIG, "ignore", f"{entry!r:.80} {kind} no layer of the checkpoint", is_error=False)
+                problem = f"{entry!r:.80} {kind} no layer of the checkpoint"
+                yield Fault(CONFIG, "ignore", problem, "correct or remove it", is_error=False)
+
+    def _of_targets(self, layout: Layout) -> Iterator[Fault]:
+        """Layers in FP8 that no target means."""
+        if any(_CLASSES.search(target) for target in layout.targets if not target.startswith(_REGEX)):
+            return
+        missed = [name for name in self.layers if is_fp8(self.tensors[name + WEIGHT]) and name not in self.targeted]
+        if missed:
+            more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
+            problem = (
+                f"{list(layout.targets)!r:.80} do not mean {missed[0]}{more}, which are in FP8: engines take their "
+            )
+            yield Fault(
+                CONFIG, "targets", f"{problem}bytes for the weights", "add 'Linear', or the names of the layers"
+            )
 
     def _of_caches(self) -> Iterator[Fault]:
         """Scales of keys and values that are not complete, or that no engine reads."""
         partners, cached = {"k_scale": "v_scale", "v_scale": "k_scale"}, self.layout and self.layout.cached
-        found = [name for name in self.tensors if name.rpartition(".")[2] in partners]
+        found = [name for name in self.tensors if name.rpartition(".")[2] in (*partners, _OLD_CACHE_SCALE)]
         for name in found:
             stored, (layer, _, kind) = self.tensors[name], name.rpartition(".")
-            other = f"{layer}.{partners[kind]}".replace(f".{kind[0]}_proj.", f".{partners[kind][0]}_proj.")
-            if other not in self.tensors:
-                yield self._fault(name, f"{other} is missing: keys and values both need a scale, or neither")
+            if kind == _OLD_CACHE_SCALE:
+                problem = "it is the old name of one scale for keys and values, which vLLM reads and others ignore"
+                yield self._fault(name, problem, "write it twice, as k_scale and as v_scale", is_error=False)
+            else:
+                other = f"{layer}.{partners[kind]}".replace(f".{kind[0]}_proj.", f".{partners[kind][0]}_proj.")
+                if other not in self.tensors:
+                    problem = f"{other} is missing: keys and values both need a scale, or neither"
+                    yield self._fault(name, problem, f"add it, or remove {kind}")
             if math.prod(stored.shape) != 1 or stored.dtype not in FLOATS:
                 problem = f"it is {stored.shown}{stored.shape}; a scale of keys or values is one floating-point number"
-                yield self._fault(name, problem)
+                yield self._fault(name, problem, "write the largest alone, in float32")
             if not cached:
                 problem = "config.json does not say that keys and values are in FP8: engines ignore it"
-                yield self._fault(name, problem, is_error=False)
+                remedy = "add a kv_cache_scheme to the quantization_config, or remove the scale"
+                yield self._fault(name, problem, remedy, is_error=False)
         if cached and not found:
             problem = "it says that keys and values are in FP8, but no tensor holds their scales: engines take 1"
-            yield Fault(CONFIG, KEY, problem, is_error=False)
+            remedy = "add k_scale and v_scale to each attention, or remove kv_cache_scheme"
+            yield Fault(CONFIG, KEY, problem, remedy, is_error=False)
 
     def _of_merged_layers(self, layout: Layout) -> Iterator[Fault]:
         """Layers that engines make one, and that do not fit together."""
@@ -380,7 +495,8 @@ class _Checked:
                     continue
                 in_fp8 = {is_fp8(weight) for weight in weights if weight}
                 if len(in_fp8) > 1:
-                    yield self._fault(first, f"some of {what} are in FP8 and some are not; engines merge them")
+                    problem = f"some of {what} are in FP8 and some are not; engines merge them"
+                    yield self._fault(first, problem, "quantize all of them, or add all to `ignore`")
                 elif True in in_fp8:
                     yield from self._of_partners(layout, partners, first, what)
 
@@ -395,12 +511,15 @@ class _Checked:
             scales = [float(self._value(name).reshape(())) for name in names]
             if len(set(scales)) > 1 and all(map(math.isfinite, scales)):
                 problem = f"{names[0].rpartition('.')[2]} of {what} differ: engines that merge them quantize again"
-                yield self._fault(first, f"{problem}, with the largest", is_error=False)
+                is_weight = kind == layout.scale_names
+                remedy = "convert to FP8" if layout.is_static else "convert to FP8_DYNAMIC"
+                remedy = f"{remedy}, which has a scale for each row" if is_weight else "give all of them the largest"
+                yield self._fault(first, f"{problem}, with the largest", remedy, is_error=False)
         rows = [self.tensors[f"{partner}{WEIGHT}"].shape[0] for partner in partners[:-1]]
         height = (layout.size or (1, 1))[0]
         if any(row % height for row in rows):
             problem = f"{what} have {rows} outputs, not multiples of {height}: engines that merge them refuse that"
-            yield self._fault(first, problem, is_error=False)
+            yield self._fault(first, problem, "convert to FP8_DYNAMIC, which has a scale for each row", is_error=False)
 
 
 def _matcher(key: str, entry: str, layout: Layout | None) -> Callable[[str], Any]:
@@ -429,26 +548,102 @@ def _matcher(key: str, entry: str, layout: Layout | None) -> Callable[[str], Any
 _PART = 1 << 20
 
 
-def not_finite(array: np.ndarray) -> int:
-    """The number of infinities and NaNs, found by the bits, some megabytes at a time."""
+def looked_through(array: np.ndarray) -> tuple[int, bool]:
+    """The number of infinities and NaNs, and whether all is zero; by the bits, some megabytes at a time."""
     if array.dtype not in (E4M3, *FLOATS, np.float64):
-        return 0
+        return 0, False
     info, words = ml_dtypes.finfo(array.dtype), np.dtype(f"u{array.dtype.itemsize}")
     # All bits of the exponent; E4M3 has numbers there too, and NaN alone has all bits.
     mask = words.type(0x7F if array.dtype == E4M3 else ((1 << info.nexp) - 1) << info.nmant)
-    flat = array.reshape(-1)
-    parts = (flat[start : start + _PART].view(words) for start in range(0, flat.size, _PART))
-    return sum(int(((part & mask) == mask).sum()) for part in parts)
+    magnitude = words.type((1 << (8 * words.itemsize - 1)) - 1)
+    flat, count, is_zero = array.reshape(-1), 0, array.size > 0
+    for start in range(0, flat.size, _PART):
+        part = flat[start : start + _PART].view(words)
+        count += int(((part & mask) == mask).sum())
+        is_zero = is_zero and not (part & magnitude).any()
+    return count, is_zero
 
 
-def amaxes(data: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """The largest magnitudes of the blocks of E4M3 data `[out, in]`, in float32."""
-    height, width = block
-    columns = np.arange(0, data.shape[1], width)
-    step = max(1, _PART // max(1, height * data.shape[1])) * height
-    found = []
-    for start in range(0, data.shape[0], step):
-        # Without its sign, a larger byte is a larger magnitude.
-        bits = np.maximum.reduceat(data[start : start + step].view(np.uint8) & 0x7F, columns, axis=1)
-        found.append(np.maximum.reduceat(bits, np.arange(0, bits.shape[0], height), axis=0))
-    return np.concatenate(found).view(E4M3).astype(np.float32)
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """What one pass over E4M3 data shows.
+
+    Args:
+        amaxes: The largest magnitude of each block; of experts, one after the other.
+        size: How many elements there are.
+        limits: How many are 448, -448 or NaN.
+        zeros: How many are 0 or -0.
+        has_negative_zeros: Whether one is -0.
+        counts: How many have each magnitude, by its code; not known of data without NaN whose magnitudes look sound.
+    """
+
+    amaxes: np.ndarray
+    size: int = 0
+    limits: int = 0
+    zeros: int = 0
+    has_negative_zeros: bool = False
+    counts: np.ndarray | None = None
+
+    @property
+    def nan(self) -> int:
+        """How many are NaN."""
+        return 0 if self.counts is None else int(self.counts[0x7F])
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether larger weights were clipped: 448 stands out.
+
+        Each block reaches it, a few times at most. Otherwise only clipped weights have it more often than 416, to which
+        a wider range is rounded; or weights of few values, such as -1, 0 and 1.
+        """
+        more = self.limits - 2 * self.amaxes.size
+        return self._has_many_magnitudes and more > 0.01 * self.size and more > self._count(0x7D)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether none is near 448, and they are not a few values either, such as ones."""
+        return self._has_many_magnitudes and bool(self.amaxes.max() <= _UNUSED)
+
+    @property
+    def _has_many_magnitudes(self) -> bool:
+        return self.counts is not None and np.count_nonzero(self.counts) > _FEW
+
+    def _count(self, code: int) -> int:
+        return 0 if self.counts is None else int(self.counts[code])
+
+
+def count_codes(data: np.ndarray, block: tuple[int, int]) -> Codes:
+    """Looks through E4M3 data `[out, in]` or `[experts, out, in]`, some megabytes at a time.
+
+    Args:
+        data: The data.
+        block: The rows and columns of which the largest magnitudes are wanted.
+    """
+    if data.size == 0:
+        return Codes(np.zeros((0, 0), np.float32))
+    height, width = (min(size, b) for size, b in zip(data.shape[-2:], block, strict=True))
+    columns, found, limits, nonzero, has_negative_zeros = np.arange(0, data.shape[-1], width), [], 0, 0, False
+    step = max(1, _PART // data.shape[-1])
+    matrices = data.view(np.uint8).reshape(-1, *data.shape[-2:])
+    for matrix in matrices:
+        of_rows = []
+        for start in range(0, matrix.shape[0], step):
+            part = matrix[start : start + step]
+            # Without its sign, a larger byte is a larger magnitude.
+            bits = part & 0x7F
+            of_rows.append(np.maximum.reduceat(bits, columns, axis=1))
+            limits += np.count_nonzero(bits >= 0x7E)
+            nonzero += (count := np.count_nonzero(bits))
+            if not has_negative_zeros and count < bits.size:
+                has_negative_zeros = bool((part == 0x80).any())
+        rows = np.concatenate(of_rows)
+        found.append(np.maximum.reduceat(rows, np.arange(0, rows.shape[0], height), axis=0))
+    amaxes, counts = np.concatenate(found), None
+    if amaxes.max() == 0x7F or limits > 0.01 * data.size or amaxes.max() <= _UNUSED_CODE:
+        counts = np.zeros(256, np.int64)
+        for matrix in matrices:
+            for start in range(0, matrix.shape[0], step):
+                counts += np.bincount(matrix[start : start + step].reshape(-1), minlength=256)
+        counts = counts[:128] + counts[128:]
+    amaxes = amaxes.view(E4M3).astype(np.float32)
+    return Codes(amaxes, data.size, limits, data.size - nonzero, has_negative_zeros, counts)

@@ -134,7 +134,7 @@ def convert_folder(
     report = check_folder(directory, follow_links=follow_links)
     if report.errors:
         first = report.errors[0]
-        raise BrokenCheckpoint(first.file, first.problem, first.tensor)
+        raise BrokenCheckpoint(first.file, first.line, first.tensor)
     folder = TensorFolder.open(directory, follow_links=follow_links)
     before = read_layout(folder)
     tensors = tensors_in(folder)

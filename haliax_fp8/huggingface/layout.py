@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ EXPONENTS = (np.dtype(np.uint8), E8M0)
 # Names of a layer's scales, the usual one first; and those of what attention caches.
 WEIGHT_SCALES, INPUT_SCALES = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
 SCALES = (*WEIGHT_SCALES, *INPUT_SCALES)
-CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale")
+CACHE_SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale")
 
 KEY, MODELOPT = "quantization_config", "hf_quant_config.json"
 
@@ -209,6 +210,9 @@ def as_layout(layout: str | Layout) -> Layout | None:
     return named[layout]
 
 
+# More rows or columns than any weight has.
+_LARGEST_BLOCK = 2**31
+
 # --- Reading a configuration: strictly, as engines accept nearly anything without a word ------------------------------
 
 
@@ -243,17 +247,16 @@ def layout_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None
     if found is None:
         return None
     if not isinstance(found, Mapping):
-        raise _wrong(f"it is a {type(found).__name__}, but must be a JSON object")
+        raise _wrong(f"it is a {type(found).__name__}, but must be a JSON object", "copy it from the original folder")
     readers = {"compressed-tensors": _compressed_tensors, "fp8": _hugging_face, "modelopt": _modelopt}
     if (method := found.get("quant_method")) not in readers:
-        known = ", ".join(map(repr, readers))
-        raise _wrong(f"quant_method={method!r:.60} is unknown; the known ones are {known}")
+        raise _wrong(f"quant_method={method!r:.60} is unknown", f"it must be one of {', '.join(map(repr, readers))}")
     return readers[method](found)
 
 
 def _modelopt(found: Mapping[str, Any]) -> Layout:
     _one_of(found, "quant_algo", ("FP8",))
-    cached = found.get("kv_cache_quant_algo", found.get("kv_cache_scheme")) is not None
+    cached = _cached(found, "kv_cache_quant_algo") or _cached(found, "kv_cache_scheme")
     ignore = _names(found, "ignore") or _names(found, "exclude_modules")
     return dataclasses.replace(named["modelopt"], ignore=ignore, cached=cached)
 
@@ -266,7 +269,8 @@ def _hugging_face(found: Mapping[str, Any]) -> Layout:
     lists = (_names(found, key) for key in ("modules_to_not_convert", "ignored_layers"))
     ignore = tuple(dict.fromkeys(itertools.chain(*lists)))
     if size and static:
-        raise _wrong("activation_scheme='static' with weight_block_size; blocks have dynamic inputs")
+        problem = "activation_scheme='static' with weight_block_size; blocks have dynamic inputs"
+        raise _wrong(problem, "write 'dynamic'")
     inputs = Inputs("group", size=size[1]) if size else Inputs("tensor", not static)
     return Layout("fp8", "block" if size else "tensor", size, inputs, exponents, ignore)
 
@@ -275,16 +279,20 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Layout:
     formats = ("float-quantized", "naive-quantized", "mxfp8-quantized")
     format, groups = _one_of(found, "format", formats), found.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise _wrong("config_groups is missing or empty; it says how the weights are stored")
+        problem = "config_groups is missing or empty; it says how the weights are stored"
+        raise _wrong(problem, "copy it from the original folder")
     read = [_group(str(name), group, _one_of(group, "format", formats, format)) for name, group in groups.items()]
     if any(dataclasses.replace(other, targets=read[0].targets) != read[0] for other in read[1:]):
-        raise _wrong("config_groups has groups of different schemes; only one scheme for all layers is supported")
+        problem = "config_groups has groups of different schemes; only one scheme for all layers is supported"
+        raise _wrong(problem, "quantize all layers with one of them")
+    if twice := [target for target, count in Counter(t for group in read for t in group.targets).items() if count > 1]:
+        raise _wrong(f"config_groups has {twice[0]!r:.60} in two groups", "name it in one of them")
     status = found.get("quantization_status")
     return dataclasses.replace(
         read[0],
         ignore=_names(found, "ignore"),
         targets=tuple(target for group in read for target in group.targets),
-        cached=found.get("kv_cache_scheme") is not None,
+        cached=_cached(found, "kv_cache_scheme"),
         status=None if status is None else str(status),
     )
 
@@ -297,61 +305,82 @@ def _group(name: str, group: Any, format: str) -> Layout:
         size = _pair(weights, "block_structure") if strategy == "block" else (1, _positive(weights, "group_size"))
     exponents = format == "mxfp8-quantized"
     if exponents and (strategy, size) != ("group", (1, 32)):
-        raise _wrong(f"format 'mxfp8-quantized' has groups of 32, and {where} has {strategy} {size}")
+        problem = f"format 'mxfp8-quantized' has groups of 32, and {where} has {strategy} {size}"
+        raise _wrong(problem, "correct the format or the group_size")
     inputs = None
     if group.get("input_activations") is not None:
         given = _float8(group, "input_activations", where)
         kind, dynamic = _one_of(given, "strategy", ("tensor", "token", "group")), given.get("dynamic")
         if type(dynamic) is not bool:
-            raise _wrong(f"dynamic={dynamic!r:.20} of {where}.input_activations must be true or false")
+            problem = f"{where}.input_activations has dynamic={dynamic!r:.20}"
+            raise _wrong(problem, "it must be true or false")
         if not dynamic and kind != "tensor":
-            raise _wrong(f"static inputs have one scale, and {where} has the strategy {kind!r}")
+            problem = f"static inputs have one scale, and {where} has the strategy {kind!r}"
+            raise _wrong(problem, "set dynamic to true, or the strategy to 'tensor'")
         inputs = Inputs(kind, dynamic, _positive(given, "group_size") if kind == "group" else 0)
     if not (targets := _names(group, "targets")):
-        raise _wrong(f"{where} has no targets; engines would quantize nothing")
+        raise _wrong(f"{where} has no targets; engines would quantize nothing", "set them to ['Linear']")
     return Layout(_COMPRESSED, strategy, size, inputs, exponents, targets=targets)
 
 
 def _float8(group: Any, key: str, where: str) -> Mapping[str, Any]:
     scheme = group.get(key) if isinstance(group, Mapping) else None
     if not isinstance(scheme, Mapping):
-        raise _wrong(f"{where} has no object {key!r}")
-    if (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
-        found = f"num_bits={scheme.get('num_bits')!r:.20}, type={scheme.get('type')!r:.20}"
-        raise _wrong(f"{where}.{key} has {found}; only weights and inputs in 8-bit float are supported")
+        raise _wrong(f"{where} has no object {key!r}", "copy it from the original folder")
+    _require_float8(scheme, f"{where}.{key}")
+    if scheme.get("symmetric", True) is not True:
+        problem = f"{where}.{key} has symmetric={scheme['symmetric']!r:.20}, and FP8 has no zero points"
+        raise _wrong(problem, "set it to true")
     return scheme
+
+
+def _require_float8(scheme: Mapping[str, Any], where: str) -> None:
+    bits, kind = scheme.get("num_bits"), scheme.get("type")
+    if type(bits) is not int or (bits, kind) != (8, "float"):
+        problem = f"{where} has num_bits={bits!r:.20}, type={kind!r:.20}"
+        raise _wrong(f"{problem}; in this format it is 8 and 'float'", "set them to these, as whole numbers")
+
+
+def _cached(found: Mapping[str, Any], key: str) -> bool:
+    """Whether keys and values are in FP8."""
+    scheme = found.get(key)
+    if isinstance(scheme, Mapping):
+        _require_float8(scheme, key)
+    elif scheme is not None and not (isinstance(scheme, str) and scheme.upper() == "FP8"):
+        raise _wrong(f"{key}={scheme!r:.40} is unknown", "write {'num_bits': 8, 'type': 'float'}, or null for none")
+    return scheme is not None
 
 
 def _one_of(scheme: Any, key: str, known: tuple[str, ...], default: str | None = None) -> str:
     value = scheme.get(key) if isinstance(scheme, Mapping) else None
     value = default if value is None else value
     if value not in known:
-        raise _wrong(f"{key}={value!r:.60} is unknown; the known ones are {', '.join(map(repr, known))}")
+        raise _wrong(f"{key}={value!r:.60} is unknown", f"it must be one of {', '.join(map(repr, known))}")
     return str(value)
 
 
 def _names(scheme: Mapping[str, Any], key: str) -> tuple[str, ...]:
     names = scheme.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise _wrong(f"{key}={names!r:.60} must be a list of names")
+        raise _wrong(f"{key} is {names!r:.60}", "it must be a list of names")
     return tuple(names)
 
 
 def _pair(scheme: Mapping[str, Any], key: str) -> tuple[int, int]:
     size = scheme.get(key)
-    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 < n <= _LARGEST_BLOCK for n in size):
         return size[0], size[1]
-    raise _wrong(f"{key}={size!r:.60} must be two positive whole numbers, such as [128, 128]")
+    raise _wrong(f"{key} is {size!r:.60}", f"it must be two whole numbers from 1 to {_LARGEST_BLOCK}, as [128, 128]")
 
 
 def _positive(scheme: Mapping[str, Any], key: str) -> int:
-    if type(size := scheme.get(key)) is int and size > 0:
+    if type(size := scheme.get(key)) is int and 0 < size <= _LARGEST_BLOCK:
         return size
-    raise _wrong(f"{key}={size!r:.60} must be a positive whole number")
+    raise _wrong(f"{key} is {size!r:.60}", f"it must be a whole number from 1 to {_LARGEST_BLOCK}")
 
 
-def _wrong(problem: str) -> BrokenCheckpoint:
-    return BrokenCheckpoint(CONFIG, problem, KEY)
+def _wrong(problem: str, remedy: str) -> BrokenCheckpoint:
+    return BrokenCheckpoint(CONFIG, f"{problem}; {remedy}", KEY)
 
 
 # --- Reading a layer, whichever layout wrote it -----------------------------------------------------------------------
