@@ -1,14 +1,12 @@
 """check_folder: whether a folder holds a quantized checkpoint that engines can load, without running one."""
 
 import dataclasses
-import fnmatch
 import functools
 import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import ml_dtypes
 import numpy as np
@@ -28,9 +26,13 @@ from .layout import (
     FLOATS,
     INPUT_SCALES,
     KEY,
+    REGEX,
     SCALES,
     Layout,
+    NotSupported,
     as_float32,
+    matcher,
+    presented,
     read_layout,
 )
 from .sizes import multiplies_by_norms, size_faults
@@ -55,9 +57,6 @@ _OLD_CACHE_SCALE = "kv_scale"
 _WRITE_AGAIN = "copy the folder again, or write it again with the library that made it"
 _QUANTIZE_AGAIN = "quantize the weight again from the one in high precision"
 _DEQUANTIZE = "write it in bfloat16, and add its layer to `ignore`"
-
-# How entries of the configuration's lists begin that are regular expressions; longer ones are not read.
-_REGEX, _LONGEST_PATTERN = "re:", 2_000
 
 # What models of Hugging Face call tables of embeddings, and nothing else.
 _TABLES = re.compile(
@@ -102,6 +101,7 @@ class CheckReport(Printable):
         quantized: The number of weights in FP8.
         tensors: The number of tensors.
         faults: What is wrong; errors first.
+        converter: If the layout is not supported here, which tool converts it; otherwise empty.
     """
 
     directory: pathlib.Path
@@ -109,6 +109,7 @@ class CheckReport(Printable):
     quantized: int
     tensors: int
     faults: tuple[Fault, ...]
+    converter: str = ""
 
     @property
     def errors(self) -> tuple[Fault, ...]:
@@ -116,18 +117,25 @@ class CheckReport(Printable):
         return tuple(fault for fault in self.faults if fault.is_error)
 
     @property
+    def verdict(self) -> str:
+        """`"sound"`, `"broken"`, or `"not supported here"`: then what does not depend on the layout was checked."""
+        return "broken" if self.errors else "not supported here" if self.converter else "sound"
+
+    @property
     def is_sound(self) -> bool:
-        """Whether nothing breaks the checkpoint."""
-        return not self.errors
+        """Whether everything was checked, and nothing breaks the checkpoint."""
+        return self.verdict == "sound"
 
     def __rich__(self) -> RenderableType:
         """A row for each fault, or a line that there is none."""
         summary = f"{self.directory.resolve().name}: {self.layout or 'not readable'}"
         if self.layout:
-            summary += f", {self.tensors} tensors, {self.quantized} weights in FP8"
+            summary += f", {self.tensors} tensors"
+            summary += "" if self.converter else f", {self.quantized} weights in FP8"
+        summary += f"; {self.verdict}"
         if not self.faults:
-            return Text(f"{summary}; sound", "green")
-        table = new_table(f"{summary}; {'sound, with remarks' if self.is_sound else 'broken'}")
+            return Text(f"{summary}: {self.converter}", "yellow") if self.converter else Text(summary, "green")
+        table = new_table(f"{summary}{', with remarks' if self.is_sound else ''}", self.converter)
         for column in ("file", "tensor", "problem"):
             table.add_column(column, overflow="fold")
         for fault in self.faults:
@@ -153,12 +161,28 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
         raise ValueError(f"directory={directory!r} is not a path; use check_folder('a/folder')")
     path = pathlib.Path(directory)
     try:
-        checked = _Checked.open(path, follow_links=follow_links)
+        folder = TensorFolder.open(path, follow_links=follow_links)
     except BrokenCheckpoint as broken:
         return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, broken.problem, _WRITE_AGAIN),))
+    try:
+        checked = _Checked.open(folder)
+    except BrokenCheckpoint as broken:
+        problem, _, remedy = broken.problem.partition("; ")
+        return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, problem, remedy or _WRITE_AGAIN),))
+    except NotSupported as other:
+        found = tuple(Fault(*found) for found in _without_layout(folder))
+        return CheckReport(path, other.layout, 0, len(folder.tensors), found, other.remedy)
     faults = sorted(dict.fromkeys(checked.faults()), key=lambda fault: not fault.is_error)
     quantized = sum(map(is_fp8, checked.tensors.values()))
     return CheckReport(path, layout_name(checked.layout), quantized, len(checked.tensors), tuple(faults))
+
+
+def _without_layout(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
+    """What is wrong with a folder whose layout is not read here: its numbers, and the shapes of plain tensors."""
+    for name, stored in folder.tensors.items():
+        if stored.is_known and (count := looked_through(folder[name])[0]):
+            yield stored.file.name, name, f"{count} of its elements are infinite or NaN", _WRITE_AGAIN
+    yield from size_faults(folder, plain_only=True)
 
 
 def layout_name(layout: Layout | None) -> str:
@@ -179,9 +203,8 @@ class _Checked:
     layout: Layout | None
 
     @staticmethod
-    def open(path: pathlib.Path, *, follow_links: bool) -> "_Checked":
-        folder = TensorFolder.open(path, follow_links=follow_links)
-        found = _Checked(folder, read_layout(folder))
+    def open(folder: TensorFolder) -> "_Checked":
+        found = _Checked(presented(folder), read_layout(folder))
         _ = found.ignored, found.targeted  # A pattern that cannot be read breaks the folder.
         return found
 
@@ -205,12 +228,14 @@ class _Checked:
 
     def _matched(self, key: str, entries: Iterable[str]) -> set[str]:
         """The layers that the entries of a list mean."""
-        matchers = [_matcher(key, entry, self.layout) for entry in entries]
+        method = "" if self.layout is None else self.layout.method
+        matchers = [matcher(key, entry, method) for entry in entries]
         return {layer for layer in self.layers if any(matches(layer) for matches in matchers)}
 
     def _fault(self, name: str, problem: str, remedy: str, *, is_error: bool = True) -> Fault:
         """A fault of a tensor, in its file."""
-        return Fault(self.tensors[name].file.name, name, problem, remedy, is_error)
+        stored = self.tensors[name]
+        return Fault(stored.file.name, stored.name, problem, remedy, is_error)
 
     def _value(self, name: str) -> np.ndarray:
         return as_float32(self.folder[name])
@@ -250,7 +275,8 @@ class _Checked:
     # --- Weights in FP8, and their scales ---
 
     def _of_data(self, name: str, stored: Stored) -> Iterator[Fault]:
-        layer, layout, axes = name.removesuffix(WEIGHT), self.layout, len(stored.shape)
+        layer, axes = name.removesuffix(WEIGHT), len(stored.shape)
+        layout = None if self.layout is None else self.layout.of(layer)
         remedy = f"dequantize {layer} with its scale and write it in bfloat16"
         if layout is None:
             wrong = "it is in FP8, and config.json has no quantization_config: engines take its bytes for the weights"
@@ -375,7 +401,7 @@ class _Checked:
     def _of_scale(self, name: str, stored: Stored) -> Iterator[Fault]:
         """What is wrong with a scale as such: whose it is, and its values."""
         layer, _, kind = name.rpartition(".")
-        weight, layout = self.tensors.get(layer + WEIGHT), self.layout
+        weight, layout = self.tensors.get(layer + WEIGHT), self.layout and self.layout.of(layer)
         if kind in CACHE_SCALES:
             if stored.is_known and (found := self._bad_values(name, positive_or_absent=True)):
                 yield self._fault(name, *found)
@@ -440,13 +466,14 @@ class _Checked:
         for entry in layout.ignore:
             tied = self.folder.config.get("tie_word_embeddings") and is_head(entry)
             if not (tied or self._matched("ignore", [entry])):
-                kind = "matches" if entry.startswith(_REGEX) else "is the name of"
+                kind = "matches" if entry.startswith(REGEX) else "is the name of"
                 problem = f"{entry!r:.80} {kind} no layer of the checkpoint"
                 yield Fault(CONFIG, "ignore", problem, "correct or remove it", is_error=False)
 
     def _of_targets(self, layout: Layout) -> Iterator[Fault]:
         """Layers in FP8 that no target means."""
-        if any(_CLASSES.search(target) for target in layout.targets if not target.startswith(_REGEX)):
+        by_class = any(_CLASSES.search(target) for target in layout.targets if not target.startswith(REGEX))
+        if by_class or not layout.targets:
             return
         missed = [name for name in self.layers if is_fp8(self.tensors[name + WEIGHT]) and name not in self.targeted]
         if missed:
@@ -498,7 +525,11 @@ class _Checked:
                     problem = f"some of {what} are in FP8 and some are not; engines merge them"
                     yield self._fault(first, problem, "quantize all of them, or add all to `ignore`")
                 elif True in in_fp8:
-                    yield from self._of_partners(layout, partners, first, what)
+                    if len({id(layout.of(partner)) for partner in partners}) > 1:
+                        problem = f"{what} are in different groups of config_groups; engines merge them"
+                        yield self._fault(first, problem, "quantize all of them in one scheme")
+                    else:
+                        yield from self._of_partners(layout.of(partners[0]), partners, first, what)
 
     def _of_partners(self, layout: Layout, partners: list[str], first: str, what: str) -> Iterator[Fault]:
         kinds = [layout.scale_names] if layout.strategy == "tensor" else []
@@ -520,28 +551,6 @@ class _Checked:
         if any(row % height for row in rows):
             problem = f"{what} have {rows} outputs, not multiples of {height}: engines that merge them refuse that"
             yield self._fault(first, problem, "convert to FP8_DYNAMIC, which has a scale for each row", is_error=False)
-
-
-def _matcher(key: str, entry: str, layout: Layout | None) -> Callable[[str], Any]:
-    """Tells whether an entry of a list means a layer: by its name, a pattern of ModelOpt's, or a regular expression.
-
-    Raises:
-        BrokenCheckpoint: If it is not a regular expression, or a very long one.
-    """
-    method = "" if layout is None else layout.method
-    if method == "modelopt" and "*" in entry:
-        return lambda layer: fnmatch.fnmatchcase(layer, entry)
-    if not entry.startswith(_REGEX):
-        # The lists of other methods name modules, and mean all layers in them.
-        return lambda layer: layer == entry or (method != "compressed-tensors" and f".{entry}." in f".{layer}.")
-    if len(entry) > _LONGEST_PATTERN:
-        raise BrokenCheckpoint(
-            CONFIG, f"a pattern of {len(entry)} characters; at most {_LONGEST_PATTERN} are read", key
-        )
-    try:
-        return re.compile(entry.removeprefix(_REGEX)).match
-    except (re.error, RecursionError, OverflowError) as error:
-        raise BrokenCheckpoint(CONFIG, f"{entry!r:.80} is not a regular expression: {error}", key) from None
 
 
 # How many elements are looked at together.

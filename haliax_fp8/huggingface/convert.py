@@ -20,7 +20,7 @@ from .._printing import Printable, new_table
 from ..layers.tensor_names import is_head, is_linear, is_router
 from .check import check_folder
 from .folder import CONFIG, INDEX, TensorFolder, new_folder, write_tensors
-from .layout import CACHE_SCALES, E4M3, KEY, PLAIN, Layout, as_layout, read_layout, require_elements
+from .layout import CACHE_SCALES, E4M3, KEY, PLAIN, Layout, as_layout, presented, read_layout, require_elements
 from .scaled_matrix import Rows, ScaledMatrix, are_exponents, parts_of, quantized, spread
 from .tensors import Tensor, Values, tensors_in
 
@@ -137,7 +137,7 @@ def convert_folder(
         raise BrokenCheckpoint(first.file, first.line, first.tensor)
     folder = TensorFolder.open(directory, follow_links=follow_links)
     before = read_layout(folder)
-    tensors = tensors_in(folder)
+    tensors, folder = tensors_in(folder), presented(folder)
     groups, found, copied, skipped, high = [], [], 0, [], []
     for name, tensor in tensors.items():
         if name.rpartition(".")[2] in CACHE_SCALES and (chosen is None or (before and before.cached)):

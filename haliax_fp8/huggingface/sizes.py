@@ -6,6 +6,7 @@ from typing import Any
 
 from ..layers.tensor_names import WEIGHT
 from .folder import CONFIG, TensorFolder
+from .layout import FLOATS
 
 
 _SIZES = (
@@ -24,8 +25,13 @@ _ATTENTION = ((("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), (("o_proj",),))
 _MLP = ((("gate_proj", "up_proj"), ("gate_up_proj",)), (("down_proj",),))
 
 
-def size_faults(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
-    """File, tensor, problem and remedy, for tensors that are missing or have another shape than config.json says."""
+def size_faults(folder: TensorFolder, *, plain_only: bool = False) -> Iterator[tuple[str, str, str, str]]:
+    """File, tensor, problem and remedy, for tensors that are missing or have another shape than config.json says.
+
+    Args:
+        folder: The folder.
+        plain_only: Whether only tensors in high precision are looked at; others may have any names and shapes.
+    """
     config = folder.config
     wrong = [name for name in _SIZES if config.get(name) is not None and not _is_size(config[name])]
     for name in wrong:
@@ -38,7 +44,8 @@ def size_faults(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
     if not wrong:
         yield from _blocks(folder)
         if multiplies_by_norms(folder):
-            yield from _llama_like(folder)
+            yield from _shapes(folder, plain_only)
+            yield from () if plain_only else _missing(folder)
 
 
 def multiplies_by_norms(folder: TensorFolder) -> bool:
@@ -67,16 +74,19 @@ def _blocks(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
         yield CONFIG, key, f"it is {count}, and there are tensors of {prefix}.{surplus[0]}", remedy
 
 
-def _llama_like(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
-    config, tensors = folder.config, folder.tensors
-    for name, stored in tensors.items():
-        expected = _shape(name, config)
+def _shapes(folder: TensorFolder, plain_only: bool) -> Iterator[tuple[str, str, str, str]]:
+    for name, stored in folder.tensors.items():
+        expected = None if plain_only and stored.dtype not in FLOATS else _shape(name, folder.config)
         if expected is not None and stored.shape != expected:
             is_transposed = stored.shape == expected[::-1]
             hint = "; it is transposed: weights are [out, in]" if is_transposed else ""
             remedy = "transpose it" if is_transposed else "correct the sizes in config.json, or copy the right weights"
             problem = f"it has shape {stored.shape}, and config.json says {expected}{hint}"
-            yield stored.file.name, name, problem, remedy
+            yield stored.file.name, stored.name, problem, remedy
+
+
+def _missing(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
+    config, tensors = folder.config, folder.tensors
     for block in sorted({match[0] for match in map(_BLOCK.match, tensors) if match}):
         mlp = f"{block}mlp.", f"{block}block_sparse_moe."
         has_experts = any(".experts." in name for name in tensors if name.startswith(mlp))

@@ -10,7 +10,7 @@ import numpy as np
 from .._op import Fp8DotGeneral
 from .check import is_fp8
 from .folder import TensorFolder, TensorSpec
-from .layout import E4M3, SCALES, Layout, decode, read_layout
+from .layout import E4M3, SCALES, Layout, decode, presented, read_layout
 from .scaled_matrix import ScaledMatrix
 
 
@@ -80,16 +80,18 @@ def tensors_in(folder: TensorFolder) -> dict[str, Tensor]:
 
     Raises:
         ValueError: If an FP8 weight has no scale, or the configuration is broken.
+        NotSupported: If the layout is not read here.
     """
-    layout = read_layout(folder)
+    layout, folder = read_layout(folder), presented(folder)
     found = {}
     for name, stored in folder.tensors.items():
         if name.rpartition(".")[2] in SCALES:
             continue
-        tensor = Tensor(name, stored.shape, stored.dtype, functools.partial(_read, folder, layout, name))
+        of_layer = None if layout is None else layout.of(name.rpartition(".")[0])
+        tensor = Tensor(name, stored.shape, stored.dtype, functools.partial(_read, folder, of_layer, name))
         if tensor.is_weight and stored.dtype == E4M3 and layout is None:
             raise ValueError(f"{name} is in FP8, and config.json of {folder.directory} has no quantization_config")
-        found[name] = dataclasses.replace(tensor, layout=layout) if tensor.is_weight and is_fp8(stored) else tensor
+        found[name] = dataclasses.replace(tensor, layout=of_layer) if tensor.is_weight and is_fp8(stored) else tensor
     return found
 
 

@@ -1,18 +1,32 @@
 """The check of a folder: every good one passes, and in every broken one the fault is named."""
 
 import json
+import re
 
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import HIDDEN, LAYERS, LAYOUTS, LINEAR, checkpoint, file_of, header_of, quantization, quantize, write
+from folders import (
+    HIDDEN,
+    LAYERS,
+    LAYOUTS,
+    LINEAR,
+    checkpoint,
+    file_of,
+    header_of,
+    packed,
+    quantization,
+    quantize,
+    write,
+)
 
 from haliax_fp8._files.strict_json import BrokenCheckpoint
 from haliax_fp8.huggingface.check import check_folder
 from haliax_fp8.huggingface.convert import convert_folder
 from haliax_fp8.huggingface.explain import explain_folder
 from haliax_fp8.huggingface.folder import TensorFolder
-from haliax_fp8.huggingface.layout import layout_of
+from haliax_fp8.huggingface.layout import NotSupported, layout_of
+from haliax_fp8.huggingface.tensors import tensors_in
 
 
 LAYER = "model.layers.1.self_attn.k_proj"
@@ -301,7 +315,7 @@ BROKEN = {
         "not a regular expression",
     ),
     "quantization is a list": ("FP8", lambda t, c: c.update(quantization_config=[1]), "quantization_config", "object"),
-    "another ModelOpt": ("modelopt", configured(quant_algo="NVFP4"), "quantization_config", "NVFP4"),
+    "another ModelOpt": ("modelopt", configured(quant_algo="FP9"), "quantization_config", "quant_algo='FP9'"),
     "sizes": ("FP8_DYNAMIC", lambda t, c: c.update(intermediate_size=256), None, "config.json says (256, 128)"),
     "size of a text": ("FP8_DYNAMIC", lambda t, c: c.update(hidden_size="128"), "hidden_size", "whole number"),
     "size negative": ("FP8_DYNAMIC", lambda t, c: c.update(num_hidden_layers=-1), "num_hidden_layers", "whole number"),
@@ -345,7 +359,7 @@ def test_every_fault_is_named(tmp_path):
         tensors, config = checkpoint(layout)
         change(tensors, config)
         report = check_folder(write(tmp_path / str(i), tensors, config))
-        found = [error for error in report.errors if tensor in (None, error.tensor) and says in error.problem]
+        found = [error for error in report.errors if tensor in (None, error.tensor) and says in error.line]
         assert found, f"{kind}: {report}"
         assert all(fault.remedy and fault.line.endswith(fault.remedy) for fault in report.faults), kind
         expected = CONFIG if tensor in ("quantization_config", "ignore", "targets") else None
@@ -413,6 +427,53 @@ def test_weights_of_other_distributions_are_sound(tmp_path):
     tensors, config = checkpoint("FP8_DYNAMIC")
     again(0.95)(tensors, config)
     assert not check_folder(write(tmp_path / "clipped", tensors, config)).faults
+
+
+def four_bits(whole, **group):
+    scheme = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}, **group}
+    return {"quant_method": "compressed-tensors", "format": whole, "config_groups": {"group_0": scheme}}
+
+
+# Configurations of layouts that are not read, and what names them.
+UNSUPPORTED = {
+    "mxfp4": {"quant_method": "mxfp4"},
+    "awq": {"quant_method": "awq", "bits": 4},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "hqq": {"quant_method": "hqq"},
+    "compressed-tensors nvfp4-pack-quantized": four_bits("nvfp4-pack-quantized"),
+    "compressed-tensors mxfp4-pack-quantized": four_bits("mixed-precision", format="mxfp4-pack-quantized"),
+    "modelopt NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "fp8 with experts in MXFP4": {"quant_method": "fp8", "expert_dtype": "fp4"},
+    "torchao Int4WeightOnlyConfig": {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}},
+    },
+}
+
+
+def test_layouts_that_are_not_supported(tmp_path):
+    """Their name and a tool are said; what does not depend on the layout is checked; nothing is half imported."""
+    for i, (name, scheme) in enumerate(UNSUPPORTED.items()):
+        tensors, config = packed(checkpoint(None)[1] | {"quantization_config": scheme})
+        folder = write(tmp_path / str(i), tensors, config)
+        report = check_folder(folder)
+        assert report.verdict == "not supported here" and not report.is_sound and not report.faults, report
+        assert report.layout.startswith(name) and report.converter and report.converter in " ".join(str(report).split())
+        shown = " ".join(str(explain_folder(folder)).split())
+        assert report.layout in shown and report.converter in shown and "in integers 14" in shown
+        with pytest.raises(NotSupported, match=re.escape(report.converter)):
+            convert_folder(folder, tmp_path / "new", "BF16")
+        with pytest.raises(NotSupported, match=re.escape(report.converter)):
+            tensors_in(TensorFolder.open(folder))
+    for change, tensor in (
+        (put("model.norm.weight", lambda w: at_first(w, np.nan)), "model.norm.weight"),
+        (put("lm_head.weight", lambda w: w[:, 1:]), "lm_head.weight"),
+        (lambda t, c: c.update(num_hidden_layers=3), "num_hidden_layers"),
+    ):
+        tensors, config = packed(checkpoint(None)[1] | {"quantization_config": UNSUPPORTED["awq"]})
+        change(tensors, config)
+        report = check_folder(write(tmp_path / "broken", tensors, config))
+        assert report.verdict == "broken" and report.layout == "awq" and [f.tensor for f in report.errors] == [tensor]
 
 
 def test_files_that_cannot_be_read_are_faults(tmp_path):
