@@ -8,7 +8,6 @@ import pathlib
 import re
 from collections.abc import Iterable, Iterator
 
-import ml_dtypes
 import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
@@ -17,6 +16,7 @@ from .._files.header import Stored
 from .._files.strict_json import BrokenCheckpoint
 from .._printing import Printable, new_table
 from ..layers.tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_linear, is_norm, is_router
+from .codes import Codes, count_codes, looked_through
 from .folder import CONFIG, TensorFolder
 from .layout import (
     CACHE_SCALES,
@@ -40,10 +40,6 @@ from .sizes import multiplies_by_norms, size_faults
 
 # A weight whose data, times their scales, are as large as this has lost its scales, or was quantized twice.
 _LARGE, _LIMIT = 112.0, 448.0
-
-# A weight whose largest element is this, of 448, has scales 64 times too large; not one of few different magnitudes.
-_UNUSED, _FEW = _LIMIT / 64, 32
-_UNUSED_CODE = int(np.asarray(_UNUSED, E4M3).view(np.uint8))
 
 # Engines flush smaller scales to zero; and what is larger overflows.
 _SMALLEST, _LARGEST = np.float32(2.0**-126), float(np.finfo(np.float32).max)
@@ -304,7 +300,7 @@ class _Checked:
             return
         yield self._fault(name, wrong, remedy)
 
-    def _of_codes(self, name: str, codes: "Codes") -> Iterator[Fault]:
+    def _of_codes(self, name: str, codes: Codes) -> Iterator[Fault]:
         """What the data of a weight show without its scales."""
         looks_fnuz = codes.zeros >= 32 and not codes.has_negative_zeros
         remedy = "view its bytes as float8_e4m3fnuz, dequantize that, and quantize it again in float8_e4m3fn"
@@ -319,7 +315,7 @@ class _Checked:
                 name, f"{problem}half as much", f"if it was written on an AMD GPU, {remedy}", is_error=False
             )
 
-    def _of_layer(self, layer: str, stored: Stored, layout: Layout, codes: "Codes") -> Iterator[Fault]:
+    def _of_layer(self, layer: str, stored: Stored, layout: Layout, codes: Codes) -> Iterator[Fault]:
         """What is wrong with the scales of a weight in E4M3."""
         name, scale_name = layer + WEIGHT, self._present(layer, layout.scale_names)
         if is_embedding(layer) or is_norm(layer):
@@ -367,7 +363,7 @@ class _Checked:
             problem = f"it is {float(values.min())}: engines divide inputs by it, and get NaN or zeros"
             yield self._fault(name, problem, "calibrate the layer's input again: amax / 448")
 
-    def _of_magnitudes(self, name: str, scale_name: str, layout: Layout, codes: "Codes") -> Iterator[Fault]:
+    def _of_magnitudes(self, name: str, scale_name: str, layout: Layout, codes: Codes) -> Iterator[Fault]:
         """Data and scales that do not belong together."""
         shape, found = self.tensors[name].shape, codes.amaxes
         if not found.any():
@@ -551,108 +547,3 @@ class _Checked:
         if any(row % height for row in rows):
             problem = f"{what} have {rows} outputs, not multiples of {height}: engines that merge them refuse that"
             yield self._fault(first, problem, "convert to FP8_DYNAMIC, which has a scale for each row", is_error=False)
-
-
-# How many elements are looked at together.
-_PART = 1 << 20
-
-
-def looked_through(array: np.ndarray) -> tuple[int, bool]:
-    """The number of infinities and NaNs, and whether all is zero; by the bits, some megabytes at a time."""
-    if array.dtype not in (E4M3, *FLOATS, np.float64):
-        return 0, False
-    info, words = ml_dtypes.finfo(array.dtype), np.dtype(f"u{array.dtype.itemsize}")
-    # All bits of the exponent; E4M3 has numbers there too, and NaN alone has all bits.
-    mask = words.type(0x7F if array.dtype == E4M3 else ((1 << info.nexp) - 1) << info.nmant)
-    magnitude = words.type((1 << (8 * words.itemsize - 1)) - 1)
-    flat, count, is_zero = array.reshape(-1), 0, array.size > 0
-    for start in range(0, flat.size, _PART):
-        part = flat[start : start + _PART].view(words)
-        count += int(((part & mask) == mask).sum())
-        is_zero = is_zero and not (part & magnitude).any()
-    return count, is_zero
-
-
-@dataclasses.dataclass(frozen=True)
-class Codes:
-    """What one pass over E4M3 data shows.
-
-    Args:
-        amaxes: The largest magnitude of each block; of experts, one after the other.
-        size: How many elements there are.
-        limits: How many are 448, -448 or NaN.
-        zeros: How many are 0 or -0.
-        has_negative_zeros: Whether one is -0.
-        counts: How many have each magnitude, by its code; not known of data without NaN whose magnitudes look sound.
-    """
-
-    amaxes: np.ndarray
-    size: int = 0
-    limits: int = 0
-    zeros: int = 0
-    has_negative_zeros: bool = False
-    counts: np.ndarray | None = None
-
-    @property
-    def nan(self) -> int:
-        """How many are NaN."""
-        return 0 if self.counts is None else int(self.counts[0x7F])
-
-    @property
-    def is_clipped(self) -> bool:
-        """Whether larger weights were clipped: 448 stands out.
-
-        Each block reaches it, a few times at most. Otherwise only clipped weights have it more often than 416, to which
-        a wider range is rounded; or weights of few values, such as -1, 0 and 1.
-        """
-        more = self.limits - 2 * self.amaxes.size
-        return self._has_many_magnitudes and more > 0.01 * self.size and more > self._count(0x7D)
-
-    @property
-    def is_unused(self) -> bool:
-        """Whether none is near 448, and they are not a few values either, such as ones."""
-        return self._has_many_magnitudes and bool(self.amaxes.max() <= _UNUSED)
-
-    @property
-    def _has_many_magnitudes(self) -> bool:
-        return self.counts is not None and np.count_nonzero(self.counts) > _FEW
-
-    def _count(self, code: int) -> int:
-        return 0 if self.counts is None else int(self.counts[code])
-
-
-def count_codes(data: np.ndarray, block: tuple[int, int]) -> Codes:
-    """Looks through E4M3 data `[out, in]` or `[experts, out, in]`, some megabytes at a time.
-
-    Args:
-        data: The data.
-        block: The rows and columns of which the largest magnitudes are wanted.
-    """
-    if data.size == 0:
-        return Codes(np.zeros((0, 0), np.float32))
-    height, width = (min(size, b) for size, b in zip(data.shape[-2:], block, strict=True))
-    columns, found, limits, nonzero, has_negative_zeros = np.arange(0, data.shape[-1], width), [], 0, 0, False
-    step = max(1, _PART // data.shape[-1])
-    matrices = data.view(np.uint8).reshape(-1, *data.shape[-2:])
-    for matrix in matrices:
-        of_rows = []
-        for start in range(0, matrix.shape[0], step):
-            part = matrix[start : start + step]
-            # Without its sign, a larger byte is a larger magnitude.
-            bits = part & 0x7F
-            of_rows.append(np.maximum.reduceat(bits, columns, axis=1))
-            limits += np.count_nonzero(bits >= 0x7E)
-            nonzero += (count := np.count_nonzero(bits))
-            if not has_negative_zeros and count < bits.size:
-                has_negative_zeros = bool((part == 0x80).any())
-        rows = np.concatenate(of_rows)
-        found.append(np.maximum.reduceat(rows, np.arange(0, rows.shape[0], height), axis=0))
-    amaxes, counts = np.concatenate(found), None
-    if amaxes.max() == 0x7F or limits > 0.01 * data.size or amaxes.max() <= _UNUSED_CODE:
-        counts = np.zeros(256, np.int64)
-        for matrix in matrices:
-            for start in range(0, matrix.shape[0], step):
-                counts += np.bincount(matrix[start : start + step].reshape(-1), minlength=256)
-        counts = counts[:128] + counts[128:]
-    amaxes = amaxes.view(E4M3).astype(np.float32)
-    return Codes(amaxes, data.size, limits, data.size - nonzero, has_negative_zeros, counts)
