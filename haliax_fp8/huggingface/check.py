@@ -67,6 +67,11 @@ class Fault:
     def __str__(self) -> str:
         return ": ".join(filter(None, (self.file, self.tensor, self.problem)))
 
+    @property
+    def error(self) -> BrokenCheckpoint:
+        """The error that says the same."""
+        return BrokenCheckpoint(self.file, self.problem, self.tensor)
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckReport(Printable):
@@ -129,7 +134,7 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
         raise ValueError(f"directory={directory!r} is not a path; use check_folder('a/folder')")
     path = pathlib.Path(directory)
     try:
-        checked = _Checked.open(path, follow_links=follow_links)
+        checked = Checked.of(TensorFolder.open(path, follow_links=follow_links))
     except BrokenCheckpoint as broken:
         return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, broken.problem),))
     faults = sorted(dict.fromkeys(checked.faults()), key=lambda fault: not fault.is_error)
@@ -148,16 +153,20 @@ def is_fp8(stored: Stored) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Checked:
-    """A folder, and what its configuration says."""
+class Checked:
+    """A folder, and what its configuration says; `check_folder` asks for all faults, an import for those it meets."""
 
     folder: TensorFolder
     layout: Layout | None
 
     @staticmethod
-    def open(path: pathlib.Path, *, follow_links: bool) -> "_Checked":
-        folder = TensorFolder.open(path, follow_links=follow_links)
-        found = _Checked(folder, read_layout(folder))
+    def of(folder: TensorFolder) -> "Checked":
+        """A folder whose headers were read.
+
+        Raises:
+            BrokenCheckpoint: If its configuration cannot be read.
+        """
+        found = Checked(folder, read_layout(folder))
         _ = found.ignored, found.targeted  # A pattern that cannot be read breaks the folder.
         return found
 
@@ -193,16 +202,25 @@ class _Checked:
 
     def faults(self) -> Iterator[Fault]:
         """Everything that is wrong."""
-        for name, stored in self.tensors.items():
-            if is_fp8(stored):
-                yield from self._of_data(name, stored)
-            elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
-                yield from self._of_scale(name, stored)
-            if stored.unreadable is not None:
-                yield self._fault(name, stored.unreadable)
-            elif not is_fp8(stored) and "scale" not in name.rpartition(".")[2]:
-                if count := not_finite(self.folder[name]):
-                    yield self._fault(name, f"{count} of its elements are infinite or NaN")
+        for name in self.tensors:
+            yield from self.of_tensor(name)
+        yield from self.of_folder()
+
+    def of_tensor(self, name: str) -> Iterator[Fault]:
+        """What is wrong with one tensor, whose values are read."""
+        stored = self.tensors[name]
+        if is_fp8(stored):
+            yield from self._of_data(name, stored)
+        elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
+            yield from self._of_scale(name, stored)
+        if stored.unreadable is not None:
+            yield self._fault(name, stored.unreadable)
+        elif not is_fp8(stored) and "scale" not in name.rpartition(".")[2]:
+            if count := not_finite(self.folder[name]):
+                yield self._fault(name, f"{count} of its elements are infinite or NaN")
+
+    def of_folder(self) -> Iterator[Fault]:
+        """What is wrong with the configuration, and with tensors that do not fit it or each other."""
         yield from (Fault(*found) for found in size_faults(self.folder))
         yield from self._of_caches()
         if self.layout is not None:
@@ -282,7 +300,9 @@ class _Checked:
             yield self._fault(name, "all of its elements are zero", is_error=False)
             return
         scale = self._value(scale_name).reshape(found.shape)
-        if (largest := float((found * scale).max())) >= _LARGE and scale.min() >= 0.25:
+        with np.errstate(over="ignore"):
+            largest = float((found * scale).max())
+        if largest >= _LARGE and scale.min() >= 0.25:
             problem = f"data * scale reaches {largest:.0f}: the scales are lost, or it was quantized twice"
             yield self._fault(scale_name, problem)
         # The largest of each row is 448 then, and of the columns that of some.

@@ -15,7 +15,6 @@ from jaxtyping import DTypeLike
 from rich.console import RenderableType
 from rich.text import Text
 
-from .._files.strict_json import BrokenCheckpoint
 from .._printing import Printable, new_table
 from ..layers.tensor_names import is_head, is_linear, is_router
 from .check import check_folder
@@ -133,8 +132,7 @@ def convert_folder(
     chosen, kind, rounding = as_layout(layout), np.dtype(dtype), _rounding(scales)
     report = check_folder(directory, follow_links=follow_links)
     if report.errors:
-        first = report.errors[0]
-        raise BrokenCheckpoint(first.file, first.problem, first.tensor)
+        raise report.errors[0].error
     folder = TensorFolder.open(directory, follow_links=follow_links)
     before = read_layout(folder)
     tensors = tensors_in(folder)
