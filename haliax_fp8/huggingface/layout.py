@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -339,15 +339,19 @@ def _names(scheme: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def _pair(scheme: Mapping[str, Any], key: str) -> tuple[int, int]:
     size = scheme.get(key)
-    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+    if isinstance(size, list) and len(size) == 2 and all(map(_is_size, size)):
         return size[0], size[1]
-    raise _wrong(f"{key}={size!r:.60} must be two positive whole numbers, such as [128, 128]")
+    raise _wrong(f"{key}={size!r:.60} must be two positive whole numbers below 2**31, such as [128, 128]")
 
 
 def _positive(scheme: Mapping[str, Any], key: str) -> int:
-    if type(size := scheme.get(key)) is int and size > 0:
+    if _is_size(size := scheme.get(key)):
         return size
-    raise _wrong(f"{key}={size!r:.60} must be a positive whole number")
+    raise _wrong(f"{key}={size!r:.60} must be a positive whole number below 2**31")
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 < value < 2**31
 
 
 def _wrong(problem: str) -> BrokenCheckpoint:

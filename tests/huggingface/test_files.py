@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from folders import BF16, E4M3, checkpoint, config, file_of, header_of, write
 
+from haliax_fp8._files.header import read_header
 from haliax_fp8._files.strict_json import BrokenCheckpoint
 from haliax_fp8.huggingface.folder import TensorFolder, TensorSpec, new_folder, write_tensors
 
@@ -77,7 +78,7 @@ FILES = {
     **{f"header of {n}": (struct.pack("<Q", n) + b"{}", "truncated") for n in (3, 2**40, 2**63, 2**64 - 1)},
     "no JSON": (file_of({}, b"{nothing}"), "not JSON"),
     "a list": (file_of({}, b"[]"), "object"),
-    "deep": (file_of({}, b"[" * 100_000), "deep"),
+    "deep": (file_of({}, b"[" * 300_000), "deep"),
     "deep objects": (file_of({}, b'{"a":' * 100_000), "deep"),
     "not UTF-8": (file_of({}, b'{"\xff": 1}'), "UTF-8"),
     "half a pair": (file_of({}, b'{"\\ud800": 1}'), "Unicode"),
@@ -91,6 +92,10 @@ FILES = {
     "true": (changed(shape=[True]), "b: its shape"),
     "huge": (changed(shape=[2**80]), "b: its shape"),
     "overflowing": (changed(shape=[2**62, 2**62]), "b: its shape"),
+    "overflowing without elements": (
+        file_of({}, b'{"b": {"dtype": "F32", "shape": [0, %d, %d], "data_offsets": [0, 0]}}' % (2**62, 2**62)),
+        "b: its shape [0, ",
+    ),
     "wrong shape": (changed(shape=[6]), "b: its shape"),
     "many axes": (changed(shape=[1] * 99 + [5]), "100 axes"),
     "swapped offsets": (changed(data_offsets=[4, 0]), "b: its data_offsets"),
@@ -125,6 +130,20 @@ def test_tensors_of_unknown_types_are_refused_alone(tmp_path):
     assert folder["a.weight"].tobytes() == small()["a.weight"].tobytes() and folder["one"] == 2
     with pytest.raises(BrokenCheckpoint, match=r"^model.safetensors: b: its dtype 'F6_E2M3'"):
         folder["b"]
+
+
+def test_a_named_pipe_is_not_opened(tmp_path):
+    """To open one would wait for ever for somebody to write to it."""
+    path = tmp_path / "model.safetensors"
+    os.mkfifo(path)
+    with pytest.raises(BrokenCheckpoint, match="model.safetensors: it is not a file"):
+        read_header(path)
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("model.safetensors", "model.safetensors.index.json", "config.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(BrokenCheckpoint, match=f"{name}: it is not a file"):
+            TensorFolder.open(tmp_path)
 
 
 SHARDS = {"one.safetensors": ["a.weight", "b"], "two.safetensors": ["a.weight_scale", "one"]}
