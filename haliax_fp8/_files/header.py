@@ -90,6 +90,14 @@ class Stored:
         if (problem := self.unreadable) is not None:
             raise BrokenCheckpoint(self.file.name, problem, self.name)
 
+    def words(self) -> np.ndarray:
+        """Its bytes, mapped and read-only."""
+        if self.bytes == 0:
+            words = np.zeros(0, np.uint8)
+            words.flags.writeable = False
+            return words
+        return np.memmap(self.file, np.uint8, "r", offset=self.offset, shape=(self.bytes,))
+
     def array(self) -> np.ndarray:
         """Its values, mapped and read-only: bytes are read as they are used.
 
@@ -97,11 +105,7 @@ class Stored:
             BrokenCheckpoint: If its type is not known.
         """
         self.require_known()
-        if self.bytes == 0:
-            words = np.zeros(self.shape, self.dtype)
-            words.flags.writeable = False
-            return words
-        words = np.memmap(self.file, np.uint8, "r", offset=self.offset, shape=(self.bytes,))
+        words = self.words()
         if self.offset % self.dtype.itemsize:
             words = np.array(words)  # not aligned: a view would not be allowed
             words.flags.writeable = False

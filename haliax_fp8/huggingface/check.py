@@ -209,6 +209,9 @@ class Checked:
     def of_tensor(self, name: str) -> Iterator[Fault]:
         """What is wrong with one tensor, whose values are read."""
         stored = self.tensors[name]
+        if self.folder.has_changed(name):
+            yield self._fault(name, "its bytes have changed since it was written; copy the file again")
+            return
         if is_fp8(stored):
             yield from self._of_data(name, stored)
         elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
