@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -147,7 +147,7 @@ class Layout:
         left = list(ignore)
         if self.method == "modelopt":
             producer = {"name": "haliax_fp8"}
-            common = {"quant_algo": "FP8", "kv_cache_quant_algo": None}
+            common = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8" if self.cached else None}
             files = {MODELOPT: {"producer": producer, "quantization": {**common, "exclude_modules": left}}}
             return {KEY: {"quant_method": "modelopt", **common, "ignore": left, "producer": producer}}, files
         if self.method == "fp8":
@@ -173,7 +173,7 @@ class Layout:
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
             "ignore": left,
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": {**common, "dynamic": False, "strategy": "tensor"} if self.cached else None,
         }
         return {KEY: config}, {}
 
@@ -339,19 +339,15 @@ def _names(scheme: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def _pair(scheme: Mapping[str, Any], key: str) -> tuple[int, int]:
     size = scheme.get(key)
-    if isinstance(size, list) and len(size) == 2 and all(map(_is_size, size)):
+    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
         return size[0], size[1]
-    raise _wrong(f"{key}={size!r:.60} must be two positive whole numbers below 2**31, such as [128, 128]")
+    raise _wrong(f"{key}={size!r:.60} must be two positive whole numbers, such as [128, 128]")
 
 
 def _positive(scheme: Mapping[str, Any], key: str) -> int:
-    if _is_size(size := scheme.get(key)):
+    if type(size := scheme.get(key)) is int and size > 0:
         return size
-    raise _wrong(f"{key}={size!r:.60} must be a positive whole number below 2**31")
-
-
-def _is_size(value: Any) -> TypeGuard[int]:
-    return type(value) is int and 0 < value < 2**31
+    raise _wrong(f"{key}={size!r:.60} must be a positive whole number")
 
 
 def _wrong(problem: str) -> BrokenCheckpoint:

@@ -256,13 +256,6 @@ BROKEN = {
     "no groups": ("FP8", configured(config_groups={}), "quantization_config", "config_groups"),
     "unknown strategy": ("FP8", set_group("weights", strategy="row"), "quantization_config", "strategy='row'"),
     "other block": ("FP8_BLOCK", set_group("weights", block_structure=[64, 64]), None, "shape (1, 1)"),
-    "huge block": (
-        "HF_FP8",
-        configured(weight_block_size=[2**70, 2**70]),
-        "quantization_config",
-        "positive whole numbers below 2**31",
-    ),
-    "huge group": ("MXFP8", set_group("weights", group_size=2**70), "quantization_config", "below 2**31"),
     "no block": ("FP8_BLOCK", set_group("weights", block_structure=None), "quantization_config", "block_structure"),
     "four bits": ("FP8", set_group("weights", num_bits=4), "quantization_config", "num_bits=4"),
     "static tokens": ("FP8", set_group("input_activations", strategy="token"), "quantization_config", "static inputs"),
