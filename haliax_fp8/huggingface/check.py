@@ -86,6 +86,11 @@ class Fault:
         """The problem and the remedy."""
         return f"{self.problem}; {self.remedy}"
 
+    @property
+    def error(self) -> BrokenCheckpoint:
+        """The error that says the same."""
+        return BrokenCheckpoint(self.file, self.line, self.tensor)
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckReport(Printable):
@@ -161,7 +166,7 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
     except BrokenCheckpoint as broken:
         return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, broken.problem, _WRITE_AGAIN),))
     try:
-        checked = _Checked.open(folder)
+        checked = Checked.of(folder)
     except BrokenCheckpoint as broken:
         problem, _, remedy = broken.problem.partition("; ")
         return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, problem, remedy or _WRITE_AGAIN),))
@@ -176,7 +181,9 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
 def _without_layout(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
     """What is wrong with a folder whose layout is not read here: its numbers, and the shapes of plain tensors."""
     for name, stored in folder.tensors.items():
-        if stored.is_known and (count := looked_through(folder[name])[0]):
+        if folder.has_changed(name):
+            yield stored.file.name, name, "its bytes have changed since it was written", "copy the file again"
+        elif stored.is_known and (count := looked_through(folder[name])[0]):
             yield stored.file.name, name, f"{count} of its elements are infinite or NaN", _WRITE_AGAIN
     yield from size_faults(folder, plain_only=True)
 
@@ -192,15 +199,21 @@ def is_fp8(stored: Stored) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Checked:
-    """A folder, and what its configuration says."""
+class Checked:
+    """A folder, and what its configuration says; `check_folder` asks for all faults, an import for those it meets."""
 
     folder: TensorFolder
     layout: Layout | None
 
     @staticmethod
-    def open(folder: TensorFolder) -> "_Checked":
-        found = _Checked(presented(folder), read_layout(folder))
+    def of(folder: TensorFolder) -> "Checked":
+        """A folder whose headers were read.
+
+        Raises:
+            BrokenCheckpoint: If its configuration cannot be read.
+            NotSupported: If its layout is not read here.
+        """
+        found = Checked(presented(folder), read_layout(folder))
         _ = found.ignored, found.targeted  # A pattern that cannot be read breaks the folder.
         return found
 
@@ -238,15 +251,27 @@ class _Checked:
 
     def faults(self) -> Iterator[Fault]:
         """Everything that is wrong."""
-        for name, stored in self.tensors.items():
-            if is_fp8(stored):
-                yield from self._of_data(name, stored)
-            elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
-                yield from self._of_scale(name, stored)
-            if stored.unreadable is not None:
-                yield self._fault(name, stored.unreadable, "or leave it out if the model does not need it")
-            elif not is_fp8(stored) and "scale" not in name.rpartition(".")[2]:
-                yield from self._of_plain(name)
+        for name in self.tensors:
+            yield from self.of_tensor(name)
+        yield from self.of_folder()
+
+    def of_tensor(self, name: str) -> Iterator[Fault]:
+        """What is wrong with one tensor, whose values are read."""
+        stored = self.tensors[name]
+        if self.folder.has_changed(name):
+            yield self._fault(name, "its bytes have changed since it was written", "copy the file again")
+            return
+        if is_fp8(stored):
+            yield from self._of_data(name, stored)
+        elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
+            yield from self._of_scale(name, stored)
+        if stored.unreadable is not None:
+            yield self._fault(name, stored.unreadable, "or leave it out if the model does not need it")
+        elif not is_fp8(stored) and "scale" not in name.rpartition(".")[2]:
+            yield from self._of_plain(name)
+
+    def of_folder(self) -> Iterator[Fault]:
+        """What is wrong with the configuration, and with tensors that do not fit it or each other."""
         yield from (Fault(*found) for found in size_faults(self.folder))
         yield from self._of_caches()
         if self.layout is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -20,9 +21,10 @@ from ..layers.kernel import Kernel
 from ..layers.rule import LayerRule
 from ..layers.tensor_names import JOINED
 from ..serving.unstack import unstacked
+from .check import Checked, Fault
 from .folder import TensorFolder, require_folder_name
 from .fp8_layers import frozen_layer, served_layer
-from .layout import CACHE_SCALES, Inputs, read_layout
+from .layout import CACHE_SCALES, SCALES, Inputs
 from .model import Leaf, Site, leaves, map_sites, plain, tensors_of, without_sharing
 from .names import NameMap
 from .scaled_matrix import ScaledMatrix
@@ -73,8 +75,8 @@ def import_model[M](
         The model with the checkpoint's weights.
 
     Raises:
-        ValueError: If the folder is broken, in the sense of the checks of its layout; if a tensor is missing, has
-            another shape than in the model, or that it does not have; each names the tensor.
+        ValueError: If `check_folder` finds an error in the configuration or in a tensor that is read; if a tensor is
+            missing, has another shape than in the model, or is one that the model lacks. Each names the tensor.
     """
     require_folder_name(directory, "import_model(directory, model)")
     require_layers(model, "import_model(directory, model)")
@@ -83,15 +85,19 @@ def import_model[M](
     except ValueError:
         options = ", ".join(repr(member.value) for member in Weights)
         raise ValueError(f"weights={weights!r} must be one of {options}") from None
-    rules, folder, name_map = as_config(config).rules, TensorFolder.open(directory), NameMap.of(names)
-    layout = read_layout(folder)
+    rules, checked, name_map = as_config(config).rules, Checked.of(TensorFolder.open(directory)), NameMap.of(names)
+    folder, layout = checked.folder, checked.layout
     outputs = functools.cache(
         lambda: {
             name_map.to_checkpoint(tensor.name): tensor.shape[0] for tensor in tensors_of(model, rules) if tensor.shape
         }
     )
     is_tied = bool(folder.config.get("tie_word_embeddings"))
-    checkpoint = _Checkpoint(tensors_in(folder), name_map, outputs, is_tied, set())
+    misfits = [fault for fault in checked.of_folder() if fault.is_error]
+    for fault in misfits:
+        if fault.tensor not in folder.tensors:
+            raise fault.error
+    checkpoint = _Checkpoint(tensors_in(folder), name_map, outputs, is_tied, set(), checked, misfits)
     load = lambda site: _loaded(site, checkpoint, weights, None if layout is None else layout.inputs)
     loaded = map_sites(load, model, rules)
     _use_shared(model, loaded, rules, checkpoint)
@@ -150,7 +156,7 @@ def _use_shared(model: Any, loaded: Any, rules: tuple[LayerRule, ...], checkpoin
         if wanted in checkpoint.tensors and wanted not in checkpoint.used:
             values, own = _dense(checkpoint.tensors[wanted].read()), _dense(tensor.read())
             if np.array_equal(values.astype(own.dtype), own):
-                checkpoint.used.add(wanted)
+                checkpoint.use(wanted)
 
 
 def _filled(leaf: Leaf, checkpoint: "_Checkpoint", factor: float, found: dict[str, Values] | None = None) -> Any:
@@ -159,6 +165,11 @@ def _filled(leaf: Leaf, checkpoint: "_Checkpoint", factor: float, found: dict[st
 
     def read(name: str) -> np.ndarray:
         numbers = _dense(checkpoint.read(name, leaf.shape) if found is None else found[name])
+        if not jnp.issubdtype(numbers.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} is in {numbers.dtype} in the checkpoint, and in {dtype} in the model: whole numbers may stand "
+                "for others, by a scale. Dequantize the checkpoint with the library that wrote it, and import that"
+            )
         numbers = numbers if factor == 1.0 else numbers / factor
         require_fits(numbers, dtype, name)
         return numbers
@@ -214,7 +225,9 @@ class _Checkpoint:
         names: From the model's names to the checkpoint's.
         outputs: Gives the first size of each tensor of the model, by the checkpoint's names.
         is_tied: Whether the configuration says that the head is the embedding.
-        used: The names that were read.
+        used: The names that were read, and those of their scales.
+        checked: The folder, with its checks.
+        misfits: Tensors that do not fit the configuration, or each other.
     """
 
     tensors: dict[str, Tensor]
@@ -222,6 +235,8 @@ class _Checkpoint:
     outputs: Callable[[], dict[str, int]]
     is_tied: bool
     used: set[str]
+    checked: Checked
+    misfits: list[Fault]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Values:
         """A tensor of the model: its values, or FP8 data and scales.
@@ -253,19 +268,33 @@ class _Checkpoint:
 
     def unused(self) -> list[str]:
         """The checkpoint's tensors that nothing read."""
-        rest = [name for name in self.tensors if name not in self.used and not name.endswith(_DERIVED)]
+        rest = [name for name in self.checked.tensors if name not in self.used and not name.endswith(_DERIVED)]
         tied, table = f"{_HEAD}.weight", self._embedding
         if tied in rest and self.is_tied and table is not None and table in self.used:
             if np.array_equal(_dense(self.tensors[tied].read()), _dense(self.tensors[table].read())):
                 rest.remove(tied)
         return rest
 
+    def use(self, name: str) -> list[str]:
+        """Notes that a tensor is read, and its scales; returns the names."""
+        layer, _, field = name.rpartition(".")
+        scales = [f"{layer}.{scale}".removeprefix(".") for scale in SCALES] if field == "weight" else []
+        names = [name, *(scale for scale in scales if scale in self.checked.tensors)]
+        self.used.update(names)
+        return names
+
     @property
     def _embedding(self) -> str | None:
         return next((name for name in self.tensors if name.endswith(_EMBEDDING)), None)
 
     def _take(self, name: str) -> Values:
-        self.used.add(name)
+        if name not in self.used:
+            names = self.use(name)
+            of_these = itertools.chain(*map(self.checked.of_tensor, names))
+            misfits = (fault for fault in self.misfits if fault.tensor in names)
+            for fault in itertools.chain(misfits, of_these):
+                if fault.is_error:
+                    raise fault.error
         return self.tensors[name].read()
 
     def _fused(self, parent: str, last: str, field: str) -> str | None:

@@ -180,11 +180,11 @@ class Layout:
             ignore: The linear layers that stay in high precision.
         """
         left = list(ignore)
-        if self not in named.values() and self.name not in named:
+        if self.groups or self.method in _ONLY_READ or (self.method == "modelopt" and self.strategy != "tensor"):
             raise ValueError(f"layout={self.name!r} is only read; write one of {list(named)}")
         if self.method == "modelopt":
             producer = {"name": "haliax_fp8"}
-            common = {"quant_algo": "FP8", "kv_cache_quant_algo": None}
+            common = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8" if self.cached else None}
             files = {MODELOPT: {"producer": producer, "quantization": {**common, "exclude_modules": left}}}
             return {KEY: {"quant_method": "modelopt", **common, "ignore": left, "producer": producer}}, files
         if self.method == "fp8":
@@ -210,10 +210,13 @@ class Layout:
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
             "ignore": left,
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": {**common, "dynamic": False, "strategy": "tensor"} if self.cached else None,
         }
         return {KEY: config}, {}
 
+
+# Methods of folders that others write.
+_ONLY_READ = ("fbgemm_fp8", "torchao", "scale_weight")
 
 _COMPRESSED, _STATIC = "compressed-tensors", Inputs("tensor", False)
 
@@ -260,7 +263,7 @@ def read_layout(folder: TensorFolder) -> Layout | None:
         NotSupported: As in `layout_of`.
     """
     found = layout_of(folder.config, folder.json_beside(MODELOPT))
-    last = {name.rpartition(".")[2] for name in folder.tensors}
+    last = {stored.name.rpartition(".")[2] for stored in folder.tensors.values()}
     if found is None and "scale_weight" in last:
         return Layout("scale_weight", "tensor", None, Inputs("tensor", "scale_input" not in last), targets=())
     return found

@@ -225,6 +225,36 @@ def test_rounding_is_measured(tmp_path):
     assert not done.is_exact and 0 < done.error < 1 / 16
 
 
+def test_scales_of_keys_and_values_stay(tmp_path):
+    """By the names of the new layout, and its configuration says so where it can; a plain checkpoint has none."""
+    attention, scheme = "model.layers.0.self_attn", {"num_bits": 8, "type": "float", "dynamic": False}
+    scales = {"modelopt": ("k_proj.k_scale", "v_proj.v_scale"), "FP8": ("k_scale", "v_scale")}
+    for layout, names in scales.items():
+        tensors, described = checkpoint(layout)
+        described["quantization_config"]["kv_cache_scheme"] = scheme
+        tensors |= {f"{attention}.{names[i]}": np.array([2.0**-i], np.float32) for i in range(2)}
+        source = write(tmp_path / layout, tensors, described)
+        for after in ("FP8_TENSOR", "HF_FP8", "modelopt"):
+            new = tmp_path / f"{layout}-{after}"
+            done = convert_folder(source, new, after)
+            found, renamed = TensorFolder.open(new), scales.get(after, scales["FP8"])
+            kept = {name: float(found[name][0]) for name in found.tensors if name.endswith((".k_scale", ".v_scale"))}
+            assert kept == {f"{attention}.{renamed[i]}": 2.0**-i for i in range(2)} and done.skipped == ()
+            says = found.config["quantization_config"]
+            if after == "modelopt":
+                assert says["kv_cache_quant_algo"] == "FP8"
+            if after == "FP8_TENSOR":
+                assert scheme.items() <= says["kv_cache_scheme"].items()
+            problems = [fault.problem for fault in check_folder(new).faults if "keys and values" in fault.problem]
+            assert len(problems) == (2 if after == "HF_FP8" else 0), problems
+            assert done.is_exact == (layout == "modelopt"), after
+        done = convert_folder(source, tmp_path / f"{layout}-plain", "BF16", dtype="float32")
+        assert all(weight.is_exact for weight in done.weights) and not done.is_exact
+        assert done.skipped == tuple(f"{attention}.{name}" for name in names)
+        shown = " ".join(str(done).split())
+        assert f"Not written: {attention}.{names[0]}, " in shown and "rounded" not in shown
+
+
 def test_every_layout_from_plain_is_sound(tmp_path):
     source = write(tmp_path / "plain", *checkpoint(None))
     (source / "tokenizer.json").write_text("{}")

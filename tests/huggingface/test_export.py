@@ -130,6 +130,22 @@ def assert_dequantized(tensors, layer, weight, layout):
     assert ("input_scale" in str(list(tensors))) == layouts[layout].is_static
 
 
+def test_a_changed_bit_is_a_fault_and_no_import(tmp_path):
+    """Wherever it is in the file; `test_files` tries each byte."""
+    model = {"up": eqx.nn.Linear(64, 32, key=jax.random.key(0)), "norm": eqx.nn.LayerNorm(32)}
+    export_model(model, tmp_path / "out")
+    path = tmp_path / "out/model.safetensors"
+    content, random = path.read_bytes(), np.random.default_rng(0)
+    for position in random.integers(len(content), size=40):
+        changed = bytearray(content)
+        changed[position] ^= 1 << random.integers(8)
+        path.write_bytes(changed)
+        errors = check_folder(tmp_path / "out").errors
+        with pytest.raises(ValueError) as error:
+            import_model(tmp_path / "out", model)
+        assert any(str(fault).startswith(str(error.value)) for fault in errors), position
+
+
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", (7, 1)), ("float32", (24, 24))])
 def test_static_layouts_have_the_numbers_of_training(trained, dtype, bits):
     """The next step's scales, in bfloat16 with as few bits as a step multiplies by; and so the bytes of the step."""
