@@ -9,9 +9,9 @@ from .header import Stored
 from .strict_json import BrokenCheckpoint, json_object
 
 
-# The list of the tensors' checksums, and the checksum of that list and of the header's tensors. A file has both or
-# neither, so that a changed bit in one of these keys is found too.
-_TENSORS, _HEADER = "haliax_fp8", "haliax_fp8_crc32"
+# The index, which has each tensor's checksum, as in the file of a saved run; and the checksum of the index and of the
+# header's tensors. A file has both or neither, so that a changed bit in one of these keys is found too.
+_INDEX, _HEADER = "haliax_fp8", "haliax_fp8_crc32"
 
 FORMAT = {"format": "pt"}
 """What Transformers wants in the metadata; the only entry that a file may have beside the checksums."""
@@ -39,8 +39,8 @@ def checksum_metadata(checksums: Mapping[str, str], described: Described) -> dic
         checksums: Those of the tensors.
         described: The tensors.
     """
-    listed = to_json({name: {"crc32": value} for name, value in checksums.items()})
-    return {_TENSORS: listed, _HEADER: _checksum_of_header(listed, described)}
+    index = to_json({"leaves": {name: {"crc32": value} for name, value in checksums.items()}})
+    return {_INDEX: index, _HEADER: _checksum_of_header(index, described)}
 
 
 def read_checksums(file: str, metadata: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[str, str]:
@@ -54,18 +54,18 @@ def read_checksums(file: str, metadata: Mapping[str, str], tensors: Mapping[str,
     Raises:
         BrokenCheckpoint: If the header has changed since it was written.
     """
-    if _TENSORS not in metadata and _HEADER not in metadata:
+    if _INDEX not in metadata and _HEADER not in metadata:
         return {}
-    listed = metadata.get(_TENSORS, "")
-    others = {name: value for name, value in metadata.items() if name not in (_TENSORS, _HEADER)}
+    index = metadata.get(_INDEX, "")
+    others = {name: value for name, value in metadata.items() if name not in (_INDEX, _HEADER)}
     described = {name: (stored.type, stored.shape) for name, stored in tensors.items()}
-    if metadata.get(_HEADER) != _checksum_of_header(listed, described) or others not in ({}, FORMAT):
+    if metadata.get(_HEADER) != _checksum_of_header(index, described) or others not in ({}, FORMAT):
         raise BrokenCheckpoint(file, "its header has changed since it was written; copy the file again")
-    found = {}
-    for name, entry in json_object(listed.encode(errors="surrogatepass"), file, what="list of checksums").items():
-        found[name] = entry.get("crc32") if isinstance(entry, dict) else None
+    leaves = json_object(index.encode(errors="surrogatepass"), file, what="index of checksums").get("leaves")
+    entries = leaves if isinstance(leaves, dict) else {}
+    found = {name: entry.get("crc32") if isinstance(entry, dict) else None for name, entry in entries.items()}
     if found.keys() != tensors.keys() or not all(isinstance(value, str) for value in found.values()):
-        raise BrokenCheckpoint(file, "its list of checksums is not that of its tensors; write the file again")
+        raise BrokenCheckpoint(file, "its index of checksums is not that of its tensors; write the file again")
     return found
 
 
@@ -74,5 +74,5 @@ def to_json(content: Any) -> str:
     return json.dumps(content, ensure_ascii=False)
 
 
-def _checksum_of_header(listed: str, described: Described) -> str:
-    return f"{zlib.crc32(to_json([listed, described]).encode(errors='surrogatepass')):08x}"
+def _checksum_of_header(index: str, described: Described) -> str:
+    return f"{zlib.crc32(to_json([index, described]).encode(errors='surrogatepass')):08x}"

@@ -42,7 +42,7 @@ class TensorFolder:
         tensors: Where each tensor is, by name.
         config: What `config.json` holds.
         follow_links: Whether files may be links that lead out of the folder.
-        checksums: Those of the tensors by name, of files that have them.
+        checksums: Those of the tensors by their names in files, of files that have them.
     """
 
     directory: pathlib.Path
@@ -106,10 +106,10 @@ class TensorFolder:
 
     def has_changed(self, name: str) -> bool:
         """Whether the bytes of a tensor are not those that were written, as far as its file has checksums."""
-        if name not in self.checksums:
-            return False
         stored = self.tensors[name]
-        return checksum(name, stored.type, stored.shape, stored.words()) != self.checksums[name]
+        if (written := self.checksums.get(stored.name)) is None:
+            return False
+        return checksum(stored.name, stored.type, stored.shape, stored.words()) != written
 
 
 def _weight_map(index: dict[str, Any]) -> dict[str, str]:
