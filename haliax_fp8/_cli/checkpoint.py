@@ -107,7 +107,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         screen().print(done)
         return 0
     except NotSupported as other:
-        on_error().print(fitted(f"not supported here: {other}"), style="yellow")
+        on_error().print(fitted(f"not supported here: {other.layout}; {other.remedy}"), style="yellow")
         return _STATUS["not supported here"]
     except BrokenCheckpoint as broken:
         on_error().print(fitted(f"broken: {broken}"), style="red")
