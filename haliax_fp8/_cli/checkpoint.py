@@ -7,8 +7,9 @@ from typing import Any
 
 from .._files.strict_json import BrokenCheckpoint
 from ..huggingface import CheckReport, check_folder, convert_folder, explain_folder
+from ..huggingface.configuration import NotSupported
 from ..huggingface.convert import ScaleRounding
-from ..huggingface.layout import PLAIN, NotSupported, named
+from ..huggingface.layout import PLAIN, named
 from .help_text import Paragraphs
 from .load import UsageError
 from .screen import fitted, on_error, screen

@@ -17,6 +17,7 @@ from .._files.strict_json import BrokenCheckpoint
 from .._printing import Printable, new_table
 from ..layers.tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_linear, is_norm, is_router
 from .codes import Codes, count_codes, looked_through
+from .configuration import NotSupported, presented, read_layout
 from .folder import CONFIG, TensorFolder
 from .layout import (
     CACHE_SCALES,
@@ -29,11 +30,8 @@ from .layout import (
     REGEX,
     SCALES,
     Layout,
-    NotSupported,
     as_float32,
     matcher,
-    presented,
-    read_layout,
 )
 from .sizes import multiplies_by_norms, size_faults
 

@@ -18,8 +18,9 @@ from rich.text import Text
 from .._printing import Printable, new_table
 from ..layers.tensor_names import is_head, is_linear, is_router
 from .check import check_folder
+from .configuration import presented, read_layout
 from .folder import CONFIG, INDEX, TensorFolder, new_folder, write_tensors
-from .layout import CACHE_SCALES, E4M3, KEY, PLAIN, Layout, as_layout, presented, read_layout, require_elements
+from .layout import CACHE_SCALES, E4M3, KEY, PLAIN, Layout, as_layout, require_elements
 from .scaled_matrix import Rows, ScaledMatrix, are_exponents, parts_of, quantized, spread
 from .tensors import Tensor, Values, tensors_in
 

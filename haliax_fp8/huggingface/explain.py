@@ -10,8 +10,9 @@ from rich.text import Text
 from .._files.strict_json import BrokenCheckpoint
 from .._printing import Printable, new_table
 from .check import is_fp8, layout_name
+from .configuration import NotSupported, presented, read_layout
 from .folder import TensorFolder
-from .layout import CACHE_SCALES, FLOATS, SCALES, Layout, NotSupported, presented, read_layout
+from .layout import CACHE_SCALES, FLOATS, SCALES, Layout
 
 
 @dataclasses.dataclass(frozen=True)

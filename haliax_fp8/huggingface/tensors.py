@@ -9,8 +9,9 @@ import numpy as np
 
 from .._op import Fp8DotGeneral
 from .check import is_fp8
+from .configuration import presented, read_layout
 from .folder import TensorFolder, TensorSpec
-from .layout import E4M3, SCALES, Layout, decode, presented, read_layout
+from .layout import E4M3, SCALES, Layout, decode
 from .scaled_matrix import ScaledMatrix
 
 

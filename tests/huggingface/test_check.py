@@ -22,10 +22,10 @@ from folders import (
 
 from haliax_fp8._files.strict_json import BrokenCheckpoint
 from haliax_fp8.huggingface.check import check_folder
+from haliax_fp8.huggingface.configuration import NotSupported, layout_of
 from haliax_fp8.huggingface.convert import convert_folder
 from haliax_fp8.huggingface.explain import explain_folder
 from haliax_fp8.huggingface.folder import TensorFolder
-from haliax_fp8.huggingface.layout import NotSupported, layout_of
 from haliax_fp8.huggingface.tensors import tensors_in
 
 

@@ -23,7 +23,8 @@ from helpers import rounded_up
 
 from haliax_fp8 import Fp8Config, Recipe, calibrate, fp8_linear_layers
 from haliax_fp8.huggingface import check_folder, export_model, import_model, names, serving_tensors, thaw
-from haliax_fp8.huggingface.layout import Inputs, Layout, layout_of, named as layouts
+from haliax_fp8.huggingface.configuration import layout_of
+from haliax_fp8.huggingface.layout import Inputs, Layout, named as layouts
 from haliax_fp8.huggingface.scaled_matrix import quantized
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
 from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig, hugging_face_config
