@@ -44,6 +44,8 @@ def compressed(strategy="channel", **weights):
 
 RNG = np.random.default_rng(0)
 DATA = RNG.normal(size=(160, 192)).astype(FP8)
+# As quantizers leave it: the largest near 448.
+USUAL = RNG.uniform(-448, 448, (160, 192)).astype(FP8)
 BLOCKS = compressed("block", block_structure=[128, 128])
 SCALES = {
     "none": (np.float32(0.5), compressed("tensor")),
@@ -236,9 +238,9 @@ def test_weights_that_overflow_in_the_models_dtype_are_refused(tmp_path):
     plain[2, 3] = 65536
     write(tmp_path / "plain", {"up.weight": plain})
     # One large output is sound, as those of real models are: if all were, the scales would be wrong.
-    scale = np.full((160, 1), 0.1, np.float32)
+    scale = np.full((160, 1), 0.001, np.float32)
     scale[7] = 1e5
-    write(tmp_path / "fp8", {"up.weight": DATA, "up.weight_scale": scale}, compressed())
+    write(tmp_path / "fp8", {"up.weight": USUAL, "up.weight_scale": scale}, compressed())
     for case in ("plain", "fp8"):
         with pytest.raises(ValueError, match=r"^up\.weight is -?\d\S+ at \[\d+.*; load it into"):
             import_model(tmp_path / case, model)
@@ -252,18 +254,15 @@ def test_fp8_data_never_become_numbers_without_their_scales(dtype, weights, tmp_
     data, plain = RNG.normal(size=(160, 192)).astype(dtype), RNG.normal(size=(160, 192)).astype(BF16)
     config = {"quantization_config": compressed()}
     if dtype is not FP8:
-        configured, not_said = (
-            rf"up\.weight: it is in {name}; .* float8_e4m3fn",
-            r"up\.weight: it is in FP8, and config",
-        )
-        for case, described, message in (("configured", config, configured), ("not said", {}, not_said)):
+        messages = rf"up\.weight: it is in {name}; .* float8_e4m3fn", r"up\.weight: it is in FP8, and config"
+        for case, described, message in zip(("configured", "not said"), (config, {}), messages, strict=True):
             write_folder(tmp_path / case, {"up.weight": data, "up.weight_scale": scale}, described)
             with pytest.raises(ValueError, match=message):
                 import_model(tmp_path / case, linear(192, 160), weights=weights)
     model = {"up": eqx.nn.Linear(192, 160, key=jax.random.key(0)), "down": linear(192, 160)["up"]}
     messages = "it is in FP8 without a scale" if dtype is FP8 else f"it is in {name}", "it is in FP8, and config"
     config = {"quantization_config": compressed() | {"ignore": ["up"]}}
-    quantized = {"down.weight": RNG.normal(size=(160, 192)).astype(FP8), "down.weight_scale": scale}
+    quantized = {"down.weight": USUAL, "down.weight_scale": scale}
     for case, described, message in zip(("bias", "bias, not said"), (config, {}), messages, strict=True):
         tensors = {"up.weight": plain, "up.bias": data[:, 0], **(quantized if described else {"down.weight": plain})}
         write_folder(tmp_path / case, tensors, described)
