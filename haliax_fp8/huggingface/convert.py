@@ -19,7 +19,7 @@ from .._printing import Printable, new_table
 from ..layers.tensor_names import is_head, is_linear, is_router
 from .check import check_folder
 from .folder import CONFIG, INDEX, TensorFolder, new_folder, write_tensors
-from .layout import CACHE_SCALES, E4M3, KEY, PLAIN, Layout, as_layout, read_layout, require_elements
+from .layout import CACHE_SCALES, E4M3, KEY, PLAIN, Layout, as_layout, presented, read_layout, require_elements
 from .scaled_matrix import Rows, ScaledMatrix, are_exponents, parts_of, quantized, spread
 from .tensors import Tensor, Values, tensors_in
 
@@ -141,7 +141,7 @@ def convert_folder(
     before = read_layout(folder)
     if chosen is not None and before is not None:
         chosen = dataclasses.replace(chosen, cached=before.cached)
-    tensors = tensors_in(folder)
+    tensors, folder = tensors_in(folder), presented(folder)
     groups, found, copied, skipped, high = [], [], 0, [], []
     for name, tensor in tensors.items():
         if chosen is None and name.rpartition(".")[2] in CACHE_SCALES:

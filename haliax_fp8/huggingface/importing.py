@@ -28,7 +28,7 @@ from .layout import CACHE_SCALES, SCALES, Inputs
 from .model import Leaf, Site, leaves, map_sites, plain, tensors_of, without_sharing
 from .names import NameMap
 from .scaled_matrix import ScaledMatrix
-from .tensors import Tensor, Values, tensors_in
+from .tensors import Tensor, Values, tensors_in, with_each_expert
 
 
 class Weights(enum.Enum):
@@ -86,7 +86,7 @@ def import_model[M](
         options = ", ".join(repr(member.value) for member in Weights)
         raise ValueError(f"weights={weights!r} must be one of {options}") from None
     rules, checked, name_map = as_config(config).rules, Checked.of(TensorFolder.open(directory)), NameMap.of(names)
-    folder, layout = checked.folder, checked.layout
+    folder = checked.folder
     outputs = functools.cache(
         lambda: {
             name_map.to_checkpoint(tensor.name): tensor.shape[0] for tensor in tensors_of(model, rules) if tensor.shape
@@ -97,8 +97,8 @@ def import_model[M](
     for fault in misfits:
         if fault.tensor not in folder.tensors:
             raise fault.error
-    checkpoint = _Checkpoint(tensors_in(folder), name_map, outputs, is_tied, set(), checked, misfits)
-    load = lambda site: _loaded(site, checkpoint, weights, None if layout is None else layout.inputs)
+    checkpoint = _Checkpoint(with_each_expert(tensors_in(folder)), name_map, outputs, is_tied, set(), checked, misfits)
+    load = lambda site: _loaded(site, checkpoint, weights)
     loaded = map_sites(load, model, rules)
     _use_shared(model, loaded, rules, checkpoint)
     if strict and (unused := checkpoint.unused()):
@@ -110,7 +110,7 @@ def import_model[M](
     return unstacked(loaded) if weights is Weights.SERVED else loaded
 
 
-def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, inputs: Inputs | None) -> Any:
+def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights) -> Any:
     """A layer or an array with the numbers of a checkpoint."""
     if site.is_in_fp8:
         raise ValueError(f"model has a layer in FP8 at {site.place}; pass the plain model that it was imported into")
@@ -133,7 +133,14 @@ def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, inputs: Inp
         plain_layer = site.rule.with_op(_with(layer, changes), None)
         if weights is Weights.FROZEN:
             return frozen_layer(plain_layer, leaf, matrices)
-        return served_layer(plain_layer, leaf, matrices, inputs, None if op is None else op.compute_dtype)
+        inputs = {checkpoint.inputs(name) for name, _ in leaf.tensors()}
+        if len(inputs) > 1:
+            ways = " and ".join(sorted(map(str, inputs)))
+            raise ValueError(
+                f"{site.place} has blocks or experts whose inputs are quantized in different ways ({ways}); import the "
+                "checkpoint dequantized, or into a model without stacks"
+            )
+        return served_layer(plain_layer, leaf, matrices, inputs.pop(), None if op is None else op.compute_dtype)
     return _with(layer, changes)
 
 
@@ -266,9 +273,23 @@ class _Checkpoint:
         _require_shape(wanted, values.shape, name, shape)
         return values
 
+    def inputs(self, name: str) -> Inputs | None:
+        """How the inputs of a layer that was read are quantized.
+
+        Args:
+            name: Its weight's name in the model.
+        """
+        wanted = self.names.to_checkpoint(name)
+        layer, _, field = wanted.rpartition(".")
+        parent, _, last = layer.rpartition(".")
+        tensor = self.tensors.get(wanted) or self.tensors[f"{self._fused(parent, last, field)}.{field}"]
+        return None if tensor.layout is None else tensor.layout.inputs
+
     def unused(self) -> list[str]:
         """The checkpoint's tensors that nothing read."""
         rest = [name for name in self.checked.tensors if name not in self.used and not name.endswith(_DERIVED)]
+        in_parts = {self.tensors[name].whole for name in self.used if name in self.tensors}
+        rest += [name for name, x in self.tensors.items() if x.whole in in_parts and x.whole and name not in self.used]
         tied, table = f"{_HEAD}.weight", self._embedding
         if tied in rest and self.is_tied and table is not None and table in self.used:
             if np.array_equal(_dense(self.tensors[tied].read()), _dense(self.tensors[table].read())):
@@ -288,13 +309,15 @@ class _Checkpoint:
         return next((name for name in self.tensors if name.endswith(_EMBEDDING)), None)
 
     def _take(self, name: str) -> Values:
-        if name not in self.used:
-            names = self.use(name)
+        whole = self.tensors[name].whole or name
+        if whole not in self.used:
+            names = self.use(whole)
             of_these = itertools.chain(*map(self.checked.of_tensor, names))
             misfits = (fault for fault in self.misfits if fault.tensor in names)
             for fault in itertools.chain(misfits, of_these):
                 if fault.is_error:
                     raise fault.error
+        self.used.add(name)
         return self.tensors[name].read()
 
     def _fused(self, parent: str, last: str, field: str) -> str | None:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from folders import checkpoint, write as write_folder
+from folders import FAMILIES, checkpoint, write as write_folder
 from safetensors.numpy import save_file
 from test_check import BROKEN
 
@@ -19,6 +19,7 @@ from haliax_fp8 import describe, fp8_linear_layers
 from haliax_fp8.checkpoints import BrokenCheckpoint
 from haliax_fp8.huggingface import export_model, import_model, names, thaw
 from haliax_fp8.models import Transformer, TransformerConfig
+from haliax_fp8.recipes.scaling import BlockScaling, RowwiseScaling
 
 
 CONFIG = TransformerConfig(layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, mlp=96, vocab=64)
@@ -44,8 +45,6 @@ def compressed(strategy="channel", **weights):
 
 RNG = np.random.default_rng(0)
 DATA = RNG.normal(size=(160, 192)).astype(FP8)
-# As quantizers leave it: the largest near 448.
-USUAL = RNG.uniform(-448, 448, (160, 192)).astype(FP8)
 BLOCKS = compressed("block", block_structure=[128, 128])
 SCALES = {
     "none": (np.float32(0.5), compressed("tensor")),
@@ -238,9 +237,11 @@ def test_weights_that_overflow_in_the_models_dtype_are_refused(tmp_path):
     plain[2, 3] = 65536
     write(tmp_path / "plain", {"up.weight": plain})
     # One large output is sound, as those of real models are: if all were, the scales would be wrong.
-    scale = np.full((160, 1), 0.001, np.float32)
+    scale = np.full((160, 1), 0.1, np.float32)
     scale[7] = 1e5
-    write(tmp_path / "fp8", {"up.weight": USUAL, "up.weight_scale": scale}, compressed())
+    # The range of E4M3 is used.
+    data = (DATA.astype(np.float32) * 64).astype(FP8)
+    write(tmp_path / "fp8", {"up.weight": data, "up.weight_scale": scale / 64}, compressed())
     for case in ("plain", "fp8"):
         with pytest.raises(ValueError, match=r"^up\.weight is -?\d\S+ at \[\d+.*; load it into"):
             import_model(tmp_path / case, model)
@@ -254,15 +255,18 @@ def test_fp8_data_never_become_numbers_without_their_scales(dtype, weights, tmp_
     data, plain = RNG.normal(size=(160, 192)).astype(dtype), RNG.normal(size=(160, 192)).astype(BF16)
     config = {"quantization_config": compressed()}
     if dtype is not FP8:
-        messages = rf"up\.weight: it is in {name}; .* float8_e4m3fn", r"up\.weight: it is in FP8, and config"
-        for case, described, message in zip(("configured", "not said"), (config, {}), messages, strict=True):
+        configured, not_said = (
+            rf"up\.weight: it is in {name}; .* float8_e4m3fn",
+            r"up\.weight: it is in FP8, and config",
+        )
+        for case, described, message in (("configured", config, configured), ("not said", {}, not_said)):
             write_folder(tmp_path / case, {"up.weight": data, "up.weight_scale": scale}, described)
             with pytest.raises(ValueError, match=message):
                 import_model(tmp_path / case, linear(192, 160), weights=weights)
     model = {"up": eqx.nn.Linear(192, 160, key=jax.random.key(0)), "down": linear(192, 160)["up"]}
     messages = "it is in FP8 without a scale" if dtype is FP8 else f"it is in {name}", "it is in FP8, and config"
     config = {"quantization_config": compressed() | {"ignore": ["up"]}}
-    quantized = {"down.weight": USUAL, "down.weight_scale": scale}
+    quantized = {"down.weight": (64 * RNG.normal(size=(160, 192))).astype(FP8), "down.weight_scale": scale}
     for case, described, message in zip(("bias", "bias, not said"), (config, {}), messages, strict=True):
         tensors = {"up.weight": plain, "up.bias": data[:, 0], **(quantized if described else {"down.weight": plain})}
         write_folder(tmp_path / case, tensors, described)
@@ -272,6 +276,61 @@ def test_fp8_data_never_become_numbers_without_their_scales(dtype, weights, tmp_
     write_folder(tmp_path / "other", {"up.weight": plain, "other": data}, config)
     loaded = import_model(tmp_path / "other", linear(192, 160), weights=weights, strict=False)["up"]
     np.testing.assert_array_equal(loaded.weight, plain.astype(np.float32))
+
+
+def test_layouts_that_are_only_read(tmp_path):
+    """The same weights by the names and shapes of other libraries; each group of layers as it says."""
+    config = TransformerConfig(layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, mlp=384, vocab=64)
+    model = eqx.filter_eval_shape(lambda: Transformer.init(config, key=jax.random.key(0)))
+    for family, layout in {
+        "fbgemm_fp8, channel": "FP8_DYNAMIC",
+        "modelopt, block": "FP8_BLOCK",
+        "torchao, channel": "FP8_DYNAMIC",
+        "scale_weight, tensor": "FP8_TENSOR",
+    }.items():
+        for name, (tensors, described) in {"same": checkpoint(layout), "other": FAMILIES[family]()}.items():
+            write_folder(tmp_path / name, tensors, described)
+        same, other = (import_model(tmp_path / name, model, names=names.LLAMA) for name in ("same", "other"))
+        assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.tree.leaves, (same, other)))), family
+
+
+def test_groups_of_different_schemes_are_served_each_in_its_own(tmp_path):
+    data, rows = (DATA.astype(np.float32) * 64).astype(FP8), np.full((160, 1), 2.0**-10, np.float32)
+    scales = {"up": rows, "down": np.full((2, 2), 2.0**-9, np.float32)}
+    tensors = {f"{layer}.weight": data for layer in scales}
+    tensors |= {f"{layer}.weight_scale": scale for layer, scale in scales.items()}
+    common = {"num_bits": 8, "type": "float", "dynamic": True}
+    scheme = compressed()
+    scheme["config_groups"]["group_0"]["input_activations"] = {**common, "strategy": "token"}
+    blocks = BLOCKS["config_groups"]["group_0"] | {"targets": ["re:^down$"]}
+    blocks["input_activations"] = {**common, "strategy": "group", "group_size": 64}
+    scheme["config_groups"]["group_1"] = blocks
+    write(tmp_path / "in", tensors, scheme)
+    model = {layer: linear(192, 160)["up"] for layer in scales}
+    served = import_model(tmp_path / "in", model, weights="served")
+    assert isinstance(served["up"].kernel.scheme.input, RowwiseScaling)
+    assert isinstance(served["down"].kernel.scheme.input, BlockScaling)
+    plain = import_model(tmp_path / "in", model)
+    for layer, factor in (("up", 2.0**-10), ("down", 2.0**-9)):
+        np.testing.assert_array_equal(plain[layer].weight, data.astype(np.float32) * np.float32(factor))
+
+
+def test_stacked_experts(tmp_path):
+    """One array for all experts of a block; a model that has fewer of them leaves some unused."""
+    Experts, In, Mlp = hax.make_axes(Experts=3, In=64, Mlp=32)
+    data = (64 * RNG.normal(size=(3, 32, 64))).astype(FP8)
+    scale = RNG.uniform(0.001, 0.002, (3, 32, 1)).astype(np.float32)
+    layer, mapped = "mlp.experts.up_proj", {"up.{e}": "mlp.experts.{e}.up_proj"}
+    write(tmp_path / "in", {f"{layer}.weight": data, f"{layer}.weight_scale": scale}, compressed())
+    init = lambda axis: {"up": hax.nn.MoELinear.init(axis, In, Mlp, use_bias=False, key=jax.random.key(0))}
+    loaded = import_model(tmp_path / "in", init(Experts), names=mapped)["up"]
+    weight = np.asarray(loaded.weight.rearrange((Experts, Mlp, In)).array)
+    np.testing.assert_array_equal(weight, data.astype(np.float32) * scale)
+    frozen = import_model(tmp_path / "in", init(Experts), names=mapped, weights="frozen")
+    thawed = thaw(frozen["up"]).weight.rearrange((Experts, Mlp, In)).array
+    np.testing.assert_array_equal(thawed, weight.astype(BF16).astype(np.float32))
+    with pytest.raises(ValueError, match=r"the model has no array for mlp\.experts\.2\.up_proj\.weight of"):
+        import_model(tmp_path / "in", init(Experts.resize(2)), names=mapped)
 
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
