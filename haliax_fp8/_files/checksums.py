@@ -62,9 +62,11 @@ def read_checksums(file: str, metadata: Mapping[str, str], tensors: Mapping[str,
     if metadata.get(_HEADER) != _checksum_of_header(index, described) or others not in ({}, FORMAT):
         raise BrokenCheckpoint(file, "its header has changed since it was written; copy the file again")
     leaves = json_object(index.encode(errors="surrogatepass"), file, what="index of checksums").get("leaves")
-    entries = leaves if isinstance(leaves, dict) else {}
-    found = {name: entry.get("crc32") if isinstance(entry, dict) else None for name, entry in entries.items()}
-    if found.keys() != tensors.keys() or not all(isinstance(value, str) for value in found.values()):
+    found: dict[str, str] = {}
+    for name, entry in leaves.items() if isinstance(leaves, dict) else ():
+        if isinstance(entry, dict) and isinstance(value := entry.get("crc32"), str):
+            found[name] = value
+    if found.keys() != tensors.keys():
         raise BrokenCheckpoint(file, "its index of checksums is not that of its tensors; write the file again")
     return found
 
