@@ -44,7 +44,7 @@ def compressed(strategy="channel", **weights):
 
 
 RNG = np.random.default_rng(0)
-DATA = RNG.normal(size=(160, 192)).astype(FP8)
+DATA = (4 * RNG.normal(size=(160, 192))).astype(FP8)
 BLOCKS = compressed("block", block_structure=[128, 128])
 SCALES = {
     "none": (np.float32(0.5), compressed("tensor")),
@@ -240,8 +240,8 @@ def test_weights_that_overflow_in_the_models_dtype_are_refused(tmp_path):
     scale = np.full((160, 1), 0.1, np.float32)
     scale[7] = 1e5
     # The range of E4M3 is used.
-    data = (DATA.astype(np.float32) * 64).astype(FP8)
-    write(tmp_path / "fp8", {"up.weight": data, "up.weight_scale": scale / 64}, compressed())
+    data = (DATA.astype(np.float32) * 16).astype(FP8)
+    write(tmp_path / "fp8", {"up.weight": data, "up.weight_scale": scale / 16}, compressed())
     for case in ("plain", "fp8"):
         with pytest.raises(ValueError, match=r"^up\.weight is -?\d\S+ at \[\d+.*; load it into"):
             import_model(tmp_path / case, model)
@@ -295,7 +295,7 @@ def test_layouts_that_are_only_read(tmp_path):
 
 
 def test_groups_of_different_schemes_are_served_each_in_its_own(tmp_path):
-    data, rows = (DATA.astype(np.float32) * 64).astype(FP8), np.full((160, 1), 2.0**-10, np.float32)
+    data, rows = (DATA.astype(np.float32) * 16).astype(FP8), np.full((160, 1), 2.0**-10, np.float32)
     scales = {"up": rows, "down": np.full((2, 2), 2.0**-9, np.float32)}
     tensors = {f"{layer}.weight": data for layer in scales}
     tensors |= {f"{layer}.weight_scale": scale for layer, scale in scales.items()}
