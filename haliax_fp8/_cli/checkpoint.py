@@ -7,6 +7,7 @@ from typing import Any
 
 from .._files.strict_json import BrokenCheckpoint
 from ..huggingface import CheckReport, check_folder, convert_folder, explain_folder
+from ..huggingface.configuration import NotSupported
 from ..huggingface.convert import ScaleRounding
 from ..huggingface.layout import PLAIN, named
 from .help_text import Paragraphs
@@ -20,8 +21,12 @@ examples:
   %(prog)s explain DIR
   %(prog)s convert DIR --to FP8_DYNAMIC --output NEW
 
-exit status: 0 sound, 1 broken, 2 the command is wrong.
+exit status: 0 sound, 1 broken, 2 the command is wrong, 3 the layout is not
+supported here: what does not depend on it was checked.
 """
+
+
+_STATUS = {"sound": 0, "readable": 0, "broken": 1, "not supported here": 3}
 
 
 def add_checkpoint_parser(commands: Any) -> None:
@@ -76,7 +81,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         options: The parsed flags.
 
     Returns:
-        The exit status: 0, or 1 if the checkpoint is broken.
+        The exit status: 0, 1 if the checkpoint is broken, or 3 if its layout is not supported.
 
     Raises:
         UsageError: If the folder does not exist, or a conversion cannot be as asked.
@@ -87,10 +92,11 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         if options.action == "check":
             report = check_folder(options.directory, follow_links=options.follow_links)
             print(_as_json(report)) if options.json else screen().print(report)
-            return 0 if report.is_sound else 1
+            return _STATUS[report.verdict]
         if options.action == "explain":
-            screen().print(explain_folder(options.directory, follow_links=options.follow_links))
-            return 0
+            found = explain_folder(options.directory, follow_links=options.follow_links)
+            screen().print(found)
+            return _STATUS[found.verdict]
         done = convert_folder(
             options.directory,
             options.output,
@@ -101,6 +107,9 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         )
         screen().print(done)
         return 0
+    except NotSupported as other:
+        on_error().print(fitted(f"not supported here: {other.layout}; {other.remedy}"), style="yellow")
+        return _STATUS["not supported here"]
     except BrokenCheckpoint as broken:
         on_error().print(fitted(f"broken: {broken}"), style="red")
         return 1
@@ -110,6 +119,10 @@ def run_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _as_json(report: CheckReport) -> str:
-    faults = [{"file": f.file, "tensor": f.tensor, "problem": f.problem, "error": f.is_error} for f in report.faults]
-    found = {"layout": report.layout, "sound": report.is_sound, "quantized": report.quantized, "faults": faults}
+    faults = [
+        {"file": f.file, "tensor": f.tensor, "problem": f.problem, "remedy": f.remedy, "error": f.is_error}
+        for f in report.faults
+    ]
+    found = {"layout": report.layout, "verdict": report.verdict, "sound": report.is_sound}
+    found |= {"converter": report.converter, "quantized": report.quantized, "faults": faults}
     return json.dumps(found, indent=2)

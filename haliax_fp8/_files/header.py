@@ -45,6 +45,9 @@ NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 # What the format's own parser accepts at most.
 _LONGEST_HEADER = 100_000_000
 
+# One more of the widest type, and an array would have 2**63 bytes, which NumPy cannot count.
+_MOST_ELEMENTS = 2**60 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
@@ -87,6 +90,14 @@ class Stored:
         if (problem := self.unreadable) is not None:
             raise BrokenCheckpoint(self.file.name, problem, self.name)
 
+    def words(self) -> np.ndarray:
+        """Its bytes, mapped and read-only."""
+        if self.bytes == 0:
+            words = np.zeros(0, np.uint8)
+            words.flags.writeable = False
+            return words
+        return np.memmap(self.file, np.uint8, "r", offset=self.offset, shape=(self.bytes,))
+
     def array(self) -> np.ndarray:
         """Its values, mapped and read-only: bytes are read as they are used.
 
@@ -94,11 +105,7 @@ class Stored:
             BrokenCheckpoint: If its type is not known.
         """
         self.require_known()
-        if self.bytes == 0:
-            words = np.zeros(self.shape, self.dtype)
-            words.flags.writeable = False
-            return words
-        words = np.memmap(self.file, np.uint8, "r", offset=self.offset, shape=(self.bytes,))
+        words = self.words()
         if self.offset % self.dtype.itemsize:
             words = np.array(words)  # not aligned: a view would not be allowed
             words.flags.writeable = False
@@ -118,6 +125,8 @@ def read_header(path: pathlib.Path, described: dict[str, str] | None = None) -> 
         BrokenCheckpoint: If the file is not what the format says; names the tensor, if it is one.
     """
     file = path.name
+    if path.exists() and not path.is_file():  # to open a named pipe would wait for its writer
+        raise BrokenCheckpoint(file, "it is not a file")
     try:
         size = path.stat().st_size
         with path.open("rb") as content:
@@ -171,6 +180,8 @@ def _stored(path: pathlib.Path, name: str, entry: Any, base: int) -> Stored:
             raise wrong(f"its {what} {numbers!r:.60} is not a list of whole numbers from 0 to 2**63 - 1")
     if len(shape) > 32:  # NumPy's arrays have 64 axes at most, tensors of models four
         raise wrong(f"its shape has {len(shape)} axes; at most 32 are supported")
+    if math.prod(n for n in shape if n) > _MOST_ELEMENTS:  # NumPy counts so in arrays without elements, too
+        raise wrong(f"its shape {shape!s:.60} is too large for an array")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise wrong(f"its data_offsets {offsets} are not its start and end")
     size = offsets[1] - offsets[0]

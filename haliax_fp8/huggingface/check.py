@@ -1,16 +1,13 @@
 """check_folder: whether a folder holds a quantized checkpoint that engines can load, without running one."""
 
 import dataclasses
-import fnmatch
 import functools
 import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-import ml_dtypes
 import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
@@ -19,6 +16,8 @@ from .._files.header import Stored
 from .._files.strict_json import BrokenCheckpoint
 from .._printing import Printable, new_table
 from ..layers.tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_linear, is_norm, is_router
+from .codes import Codes, count_codes, looked_through
+from .configuration import NotSupported, presented, read_layout
 from .folder import CONFIG, TensorFolder
 from .layout import (
     CACHE_SCALES,
@@ -28,19 +27,30 @@ from .layout import (
     FLOATS,
     INPUT_SCALES,
     KEY,
+    REGEX,
     SCALES,
     Layout,
     as_float32,
-    read_layout,
+    matcher,
 )
-from .sizes import size_faults
+from .sizes import multiplies_by_norms, size_faults
 
 
 # A weight whose data, times their scales, are as large as this has lost its scales, or was quantized twice.
 _LARGE, _LIMIT = 112.0, 448.0
 
-# How entries of the configuration's lists begin that are regular expressions; longer ones are not read.
-_REGEX, _LONGEST_PATTERN = "re:", 2_000
+# Engines flush smaller scales to zero; and what is larger overflows.
+_SMALLEST, _LARGEST = np.float32(2.0**-126), float(np.finfo(np.float32).max)
+
+# What a target is that names a class of layers; other classes have no weights that are multiplied.
+_CLASSES = re.compile(r"(Linear|Experts?|MoE)$")
+
+# One scale for keys and values, as older libraries wrote it.
+_OLD_CACHE_SCALE = "kv_scale"
+
+_WRITE_AGAIN = "copy the folder again, or write it again with the library that made it"
+_QUANTIZE_AGAIN = "quantize the weight again from the one in high precision"
+_DEQUANTIZE = "write it in bfloat16, and add its layer to `ignore`"
 
 # What models of Hugging Face call tables of embeddings, and nothing else.
 _TABLES = re.compile(
@@ -56,16 +66,28 @@ class Fault:
         file: The file, by its name in the folder.
         tensor: The tensor, or the part of the configuration; empty if it is the file as a whole.
         problem: What is wrong.
+        remedy: What to do.
         is_error: Whether the checkpoint is broken; otherwise some engines compute other numbers than others.
     """
 
     file: str
     tensor: str
     problem: str
+    remedy: str
     is_error: bool = True
 
     def __str__(self) -> str:
-        return ": ".join(filter(None, (self.file, self.tensor, self.problem)))
+        return ": ".join(filter(None, (self.file, self.tensor, self.line)))
+
+    @property
+    def line(self) -> str:
+        """The problem and the remedy."""
+        return f"{self.problem}; {self.remedy}"
+
+    @property
+    def error(self) -> BrokenCheckpoint:
+        """The error that says the same."""
+        return BrokenCheckpoint(self.file, self.line, self.tensor)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -78,6 +100,7 @@ class CheckReport(Printable):
         quantized: The number of weights in FP8.
         tensors: The number of tensors.
         faults: What is wrong; errors first.
+        converter: If the layout is not supported here, which tool converts it; otherwise empty.
     """
 
     directory: pathlib.Path
@@ -85,6 +108,7 @@ class CheckReport(Printable):
     quantized: int
     tensors: int
     faults: tuple[Fault, ...]
+    converter: str = ""
 
     @property
     def errors(self) -> tuple[Fault, ...]:
@@ -92,22 +116,29 @@ class CheckReport(Printable):
         return tuple(fault for fault in self.faults if fault.is_error)
 
     @property
+    def verdict(self) -> str:
+        """`"sound"`, `"broken"`, or `"not supported here"`: then what does not depend on the layout was checked."""
+        return "broken" if self.errors else "not supported here" if self.converter else "sound"
+
+    @property
     def is_sound(self) -> bool:
-        """Whether nothing breaks the checkpoint."""
-        return not self.errors
+        """Whether everything was checked, and nothing breaks the checkpoint."""
+        return self.verdict == "sound"
 
     def __rich__(self) -> RenderableType:
         """A row for each fault, or a line that there is none."""
         summary = f"{self.directory.resolve().name}: {self.layout or 'not readable'}"
         if self.layout:
-            summary += f", {self.tensors} tensors, {self.quantized} weights in FP8"
+            summary += f", {self.tensors} tensors"
+            summary += "" if self.converter else f", {self.quantized} weights in FP8"
+        summary += f"; {self.verdict}"
         if not self.faults:
-            return Text(f"{summary}; sound", "green")
-        table = new_table(f"{summary}; {'sound, with remarks' if self.is_sound else 'broken'}")
+            return Text(f"{summary}: {self.converter}", "yellow") if self.converter else Text(summary, "green")
+        table = new_table(f"{summary}{', with remarks' if self.is_sound else ''}", self.converter)
         for column in ("file", "tensor", "problem"):
             table.add_column(column, overflow="fold")
         for fault in self.faults:
-            problem = Text(fault.problem if fault.is_error else f"remark: {fault.problem}")
+            problem = Text(fault.line if fault.is_error else f"remark: {fault.line}")
             table.add_row(Text(fault.file, "red" if fault.is_error else "yellow"), Text(fault.tensor), problem)
         return table
 
@@ -129,12 +160,30 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
         raise ValueError(f"directory={directory!r} is not a path; use check_folder('a/folder')")
     path = pathlib.Path(directory)
     try:
-        checked = _Checked.open(path, follow_links=follow_links)
+        folder = TensorFolder.open(path, follow_links=follow_links)
     except BrokenCheckpoint as broken:
-        return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, broken.problem),))
+        return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, broken.problem, _WRITE_AGAIN),))
+    try:
+        checked = Checked.of(folder)
+    except BrokenCheckpoint as broken:
+        problem, _, remedy = broken.problem.partition("; ")
+        return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, problem, remedy or _WRITE_AGAIN),))
+    except NotSupported as other:
+        found = tuple(Fault(*found) for found in _without_layout(folder))
+        return CheckReport(path, other.layout, 0, len(folder.tensors), found, other.remedy)
     faults = sorted(dict.fromkeys(checked.faults()), key=lambda fault: not fault.is_error)
     quantized = sum(map(is_fp8, checked.tensors.values()))
     return CheckReport(path, layout_name(checked.layout), quantized, len(checked.tensors), tuple(faults))
+
+
+def _without_layout(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
+    """What is wrong with a folder whose layout is not read here: its numbers, and the shapes of plain tensors."""
+    for name, stored in folder.tensors.items():
+        if folder.has_changed(name):
+            yield stored.file.name, name, "its bytes have changed since it was written", "copy the file again"
+        elif stored.is_known and (count := looked_through(folder[name])[0]):
+            yield stored.file.name, name, f"{count} of its elements are infinite or NaN", _WRITE_AGAIN
+    yield from size_faults(folder, plain_only=True)
 
 
 def layout_name(layout: Layout | None) -> str:
@@ -148,16 +197,21 @@ def is_fp8(stored: Stored) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Checked:
-    """A folder, and what its configuration says."""
+class Checked:
+    """A folder, and what its configuration says; `check_folder` asks for all faults, an import for those it meets."""
 
     folder: TensorFolder
     layout: Layout | None
 
     @staticmethod
-    def open(path: pathlib.Path, *, follow_links: bool) -> "_Checked":
-        folder = TensorFolder.open(path, follow_links=follow_links)
-        found = _Checked(folder, read_layout(folder))
+    def of(folder: TensorFolder) -> "Checked":
+        """A folder whose headers were read.
+
+        Raises:
+            BrokenCheckpoint: If its configuration cannot be read.
+            NotSupported: If its layout is not read here.
+        """
+        found = Checked(presented(folder), read_layout(folder))
         _ = found.ignored, found.targeted  # A pattern that cannot be read breaks the folder.
         return found
 
@@ -181,142 +235,219 @@ class _Checked:
 
     def _matched(self, key: str, entries: Iterable[str]) -> set[str]:
         """The layers that the entries of a list mean."""
-        matchers = [_matcher(key, entry, self.layout) for entry in entries]
+        method = "" if self.layout is None else self.layout.method
+        matchers = [matcher(key, entry, method) for entry in entries]
         return {layer for layer in self.layers if any(matches(layer) for matches in matchers)}
 
-    def _fault(self, name: str, problem: str, *, is_error: bool = True) -> Fault:
+    def _fault(self, name: str, problem: str, remedy: str, *, is_error: bool = True) -> Fault:
         """A fault of a tensor, in its file."""
-        return Fault(self.tensors[name].file.name, name, problem, is_error)
+        stored = self.tensors[name]
+        return Fault(stored.file.name, stored.name, problem, remedy, is_error)
 
     def _value(self, name: str) -> np.ndarray:
         return as_float32(self.folder[name])
 
     def faults(self) -> Iterator[Fault]:
         """Everything that is wrong."""
-        for name, stored in self.tensors.items():
-            if is_fp8(stored):
-                yield from self._of_data(name, stored)
-            elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
-                yield from self._of_scale(name, stored)
-            if stored.unreadable is not None:
-                yield self._fault(name, stored.unreadable)
-            elif not is_fp8(stored) and "scale" not in name.rpartition(".")[2]:
-                if count := not_finite(self.folder[name]):
-                    yield self._fault(name, f"{count} of its elements are infinite or NaN")
+        for name in self.tensors:
+            yield from self.of_tensor(name)
+        yield from self.of_folder()
+
+    def of_tensor(self, name: str) -> Iterator[Fault]:
+        """What is wrong with one tensor, whose values are read."""
+        stored = self.tensors[name]
+        if self.folder.has_changed(name):
+            yield self._fault(name, "its bytes have changed since it was written", "copy the file again")
+            return
+        if is_fp8(stored):
+            yield from self._of_data(name, stored)
+        elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
+            yield from self._of_scale(name, stored)
+        if stored.unreadable is not None:
+            yield self._fault(name, stored.unreadable, "or leave it out if the model does not need it")
+        elif not is_fp8(stored) and "scale" not in name.rpartition(".")[2]:
+            yield from self._of_plain(name)
+
+    def of_folder(self) -> Iterator[Fault]:
+        """What is wrong with the configuration, and with tensors that do not fit it or each other."""
         yield from (Fault(*found) for found in size_faults(self.folder))
         yield from self._of_caches()
         if self.layout is not None:
             yield from self._of_configuration(self.layout)
             yield from self._of_merged_layers(self.layout)
 
+    def _of_plain(self, name: str) -> Iterator[Fault]:
+        """What is wrong with the values of a tensor in high precision."""
+        count, is_zero = looked_through(self.folder[name])
+        if count:
+            problem = f"{count} of its elements are infinite or NaN"
+            yield self._fault(name, problem, "take a checkpoint from before the training diverged")
+        elif is_zero and name.endswith(WEIGHT):
+            yield self._all_zero(name)
+
+    def _all_zero(self, name: str) -> Fault:
+        # Norms of some models scale by 1 + weight, and some layers begin as zero.
+        is_error = multiplies_by_norms(self.folder)
+        problem = "all of its elements are zero" + (", and so are the outputs of the model's layer" if is_error else "")
+        return self._fault(name, problem, "copy the weight again from the trained model", is_error=is_error)
+
     # --- Weights in FP8, and their scales ---
 
     def _of_data(self, name: str, stored: Stored) -> Iterator[Fault]:
-        layer, layout = name.removesuffix(WEIGHT), self.layout
+        layer, axes = name.removesuffix(WEIGHT), len(stored.shape)
+        layout = None if self.layout is None else self.layout.of(layer)
+        remedy = f"dequantize {layer} with its scale and write it in bfloat16"
         if layout is None:
             wrong = "it is in FP8, and config.json has no quantization_config: engines take its bytes for the weights"
+            remedy = f"add the {KEY} of the layout that the folder was written in"
         elif stored.dtype != E4M3:
             wrong = f"it is in {stored.shown}; weights for engines are in float8_e4m3fn"
+            remedy = "dequantize it, and quantize it again in that dtype"
         elif not name.endswith(WEIGHT):
             wrong = "it is in FP8 without a scale; only weights of layers may be in FP8"
-        elif _TABLES.search(layer) or (is_norm(layer) and len(stored.shape) == 1):
+        elif _TABLES.search(layer) or (is_norm(layer) and axes == 1):
             wrong = "it is in FP8, and engines read embeddings and norms without scales"
-        elif len(stored.shape) not in (2, 3):
+        elif axes not in (2, 3):
             wrong = f"it is in FP8 with shape {stored.shape}; weights of linear layers have the axes [out, in]"
         elif layer in self.ignored:
             wrong = "it is in FP8, and `ignore` lists the layer: engines take its bytes for the weights"
-        elif count := not_finite(self.folder[name]):
-            wrong = f"{count} of its elements are NaN"
+            remedy = f"remove {layer} from `ignore`"
+        elif is_head(layer) and self.folder.config.get("tie_word_embeddings"):
+            wrong = "it is in FP8, and tie_word_embeddings is true: some engines use the embedding in its place"
+            remedy = "remove the head and its scales, or set tie_word_embeddings to false"
         else:
-            yield from self._of_layer(layer, stored, layout)
+            codes = count_codes(self.folder[name], layout.block((stored.shape[-2], stored.shape[-1])))
+            yield from self._of_codes(name, codes)
+            if not codes.nan:
+                yield from self._of_layer(layer, stored, layout, codes)
             return
-        yield self._fault(name, wrong)
+        yield self._fault(name, wrong, remedy)
 
-    def _of_layer(self, layer: str, stored: Stored, layout: Layout) -> Iterator[Fault]:
+    def _of_codes(self, name: str, codes: Codes) -> Iterator[Fault]:
+        """What the data of a weight show without its scales."""
+        looks_fnuz = codes.zeros >= 32 and not codes.has_negative_zeros
+        remedy = "view its bytes as float8_e4m3fnuz, dequantize that, and quantize it again in float8_e4m3fn"
+        if codes.nan:
+            hint = ": they look like float8_e4m3fnuz" if looks_fnuz else ""
+            yield self._fault(
+                name, f"{codes.nan} of its elements are NaN{hint}", remedy if looks_fnuz else _QUANTIZE_AGAIN
+            )
+        elif looks_fnuz and codes.amaxes.any():
+            problem = f"{codes.zeros} of its elements are zero and none is -0, as in float8_e4m3fnuz, whose codes mean "
+            yield self._fault(
+                name, f"{problem}half as much", f"if it was written on an AMD GPU, {remedy}", is_error=False
+            )
+
+    def _of_layer(self, layer: str, stored: Stored, layout: Layout, codes: Codes) -> Iterator[Fault]:
         """What is wrong with the scales of a weight in E4M3."""
         name, scale_name = layer + WEIGHT, self._present(layer, layout.scale_names)
         if is_embedding(layer) or is_norm(layer):
-            problem = (
-                "its name is like that of an embedding or a norm, which engines read without scales; "
-                "if it is a linear layer, ignore this"
-            )
-            yield self._fault(name, problem, is_error=False)
+            problem = "its name is like that of an embedding or a norm, which engines read without scales"
+            remedy = f"if it is a linear layer, do nothing; otherwise {_DEQUANTIZE}"
+            yield self._fault(name, problem, remedy, is_error=False)
         if layout.is_static:
             yield from self._of_input(self._present(layer, layout.input_scale_names), stored)
         if (scale := self.tensors.get(scale_name)) is None:
             names = " or ".join((scale_name, *layout.scale_names[1:]))
-            yield self._fault(name, f"it is in FP8 and has no {names}: some engines take its bytes for the weights")
+            problem = f"it is in FP8 and has no {names}: some engines take its bytes for the weights"
+            yield self._fault(name, problem, "add the scale that multiplies it, or export the folder again")
             return
         # With `fp8`, exponents may be powers of two in float32, as DeepSeek-V3.1 has them.
         right = FLOATS if not layout.exponents else EXPONENTS + (FLOATS if layout.method == "fp8" else ())
         shapes = layout.scale_shapes(stored.shape)
         if scale.dtype not in right:
             expected = " or ".join(dtype.name for dtype in right)
-            yield self._fault(scale_name, f"it is in {scale.shown}; its layout has {expected}")
+            yield self._fault(
+                scale_name, f"it is in {scale.shown}; its layout has {expected}", f"write it in {right[0].name}"
+            )
         elif scale.shape not in shapes:
             transposed = scale.shape in layout.scale_shapes((*stored.shape[:-2], *stored.shape[:-3:-1]))
             hint = "; it fits the transposed weight, which has to be [out, in]" if transposed else ""
             has = f"a weight of shape {stored.shape} has {' or '.join(map(str, shapes))} in this layout"
-            yield self._fault(scale_name, f"it has shape {scale.shape}; {has}{hint}")
-        elif problem := self._bad_values(scale_name):
-            yield self._fault(scale_name, problem)
-        elif len(stored.shape) == 2 and math.prod(stored.shape):
-            yield from self._of_magnitudes(name, scale_name, layout)
+            remedy = "transpose the weight" if transposed else "correct the strategy or block size in config.json"
+            yield self._fault(scale_name, f"it has shape {scale.shape}; {has}{hint}", remedy)
+        elif found := self._bad_values(scale_name):
+            yield self._fault(scale_name, *found)
+        elif math.prod(stored.shape):
+            yield from self._of_magnitudes(name, scale_name, layout, codes)
 
     def _of_input(self, name: str, weight: Stored) -> Iterator[Fault]:
         if (stored := self.tensors.get(name)) is None:
-            yield Fault(weight.file.name, name, "it is missing, and inputs are static: engines need the scale")
+            problem = "it is missing, and inputs are static: engines need the scale"
+            yield Fault(weight.file.name, name, problem, "add it, or convert to a layout with dynamic inputs")
         elif stored.dtype not in FLOATS:
-            yield self._fault(name, f"it is in {stored.shown}; scales of inputs are in float32")
+            yield self._fault(name, f"it is in {stored.shown}; scales of inputs are in float32", "write it in float32")
         elif math.prod(stored.shape) != max(1, math.prod(weight.shape[:-2])):
-            yield self._fault(name, f"it has shape {stored.shape}; a static input has one scale")
-        elif problem := self._bad_values(name):
-            yield self._fault(name, problem)
+            problem = f"it has shape {stored.shape}; a static input has one scale"
+            yield self._fault(name, problem, "write the largest of them alone")
+        elif found := self._bad_values(name):
+            yield self._fault(name, *found)
+        elif (values := self._value(name)).min() < _SMALLEST or float(values.max()) * _LIMIT > _LARGEST:
+            problem = f"it is {float(values.min())}: engines divide inputs by it, and get NaN or zeros"
+            yield self._fault(name, problem, "calibrate the layer's input again: amax / 448")
 
-    def _of_magnitudes(self, name: str, scale_name: str, layout: Layout) -> Iterator[Fault]:
+    def _of_magnitudes(self, name: str, scale_name: str, layout: Layout, codes: Codes) -> Iterator[Fault]:
         """Data and scales that do not belong together."""
-        data = self.folder[name]
-        shape = data.shape[0], data.shape[1]
-        found = amaxes(data, layout.block(shape))
+        shape, found = self.tensors[name].shape, codes.amaxes
         if not found.any():
-            yield self._fault(name, "all of its elements are zero", is_error=False)
+            yield self._all_zero(name)
             return
         scale = self._value(scale_name).reshape(found.shape)
-        if (largest := float((found * scale).max())) >= _LARGE and scale.min() >= 0.25:
+        with np.errstate(over="ignore"):
+            largest = float((found * scale).max())
+        if count := int(((scale < _SMALLEST) & (found > 0)).sum()):
+            problem = f"{count} of {scale.size} scales are below 2**-126, which engines flush to zero"
+            yield self._fault(scale_name, problem, _QUANTIZE_AGAIN)
+        elif not math.isfinite(largest) or (largest >= _LARGE and scale.min() >= 0.25):
             problem = f"data * scale reaches {largest:.0f}: the scales are lost, or it was quantized twice"
-            yield self._fault(scale_name, problem)
+            yield self._fault(scale_name, problem, _QUANTIZE_AGAIN)
+        elif codes.is_clipped:
+            problem = f"{codes.limits / math.prod(shape):.1%} of its elements are 448 or -448: its scales are too small"
+            yield self._fault(
+                name, f"{problem}, and larger weights were clipped", f"{_QUANTIZE_AGAIN}: scale = amax / 448"
+            )
+        elif layout.strategy == "channel" and codes.is_unused:
+            problem = f"none of its elements is above {found.max():g} of 448: its scales are {_LIMIT / found.max():.0f}"
+            remedy = f"{_QUANTIZE_AGAIN}: scale = amax / 448"
+            yield self._fault(name, f"{problem} times too large, and small weights were rounded to zero", remedy)
         # The largest of each row is 448 then, and of the columns that of some.
-        elif layout.strategy == "channel" and shape[0] == shape[1] >= 16 and np.unique(scale).size > 1:
-            columns = amaxes(data, (shape[0], 1))
+        elif layout.strategy == "channel" and len(shape) == 2 and shape[0] == shape[1] >= 16:
+            columns = count_codes(self.folder[name], (shape[0], 1)).amaxes if np.unique(scale).size > 1 else found
             if (columns == _LIMIT).all() and not (found == _LIMIT).all():
                 rows = "each of its columns reaches 448, but not each row, although rows have the scales"
-                yield self._fault(name, f"{rows}: it is transposed")
+                yield self._fault(name, f"{rows}: it is transposed", "transpose the weight: it has to be [out, in]")
 
     def _of_scale(self, name: str, stored: Stored) -> Iterator[Fault]:
         """What is wrong with a scale as such: whose it is, and its values."""
         layer, _, kind = name.rpartition(".")
-        weight, layout = self.tensors.get(layer + WEIGHT), self.layout
+        weight, layout = self.tensors.get(layer + WEIGHT), self.layout and self.layout.of(layer)
         if kind in CACHE_SCALES:
-            if stored.is_known and (problem := self._bad_values(name, positive_or_absent=True)):
-                yield self._fault(name, problem)
+            if stored.is_known and (found := self._bad_values(name, positive_or_absent=True)):
+                yield self._fault(name, *found)
         elif weight is None:
-            yield self._fault(name, f"it is a scale, but {layer}{WEIGHT} is missing")
+            problem = f"it is a scale, but {layer}{WEIGHT} is missing"
+            yield self._fault(name, problem, "add the weight, or remove the scale")
         elif not is_fp8(weight):
-            yield self._fault(name, f"it is a scale, and {layer}{WEIGHT} is in {weight.shown}, which has none")
+            problem = f"it is a scale, and {layer}{WEIGHT} is in {weight.shown}, which has none"
+            yield self._fault(name, problem, "remove the scale, or quantize the weight")
         elif layout is not None:
             names = layout.input_scale_names if kind in INPUT_SCALES else layout.scale_names
             if kind not in names:
-                yield self._fault(name, f"engines look for {' or '.join(names)} in this layout")
+                yield self._fault(
+                    name, f"engines look for {' or '.join(names)} in this layout", f"rename it to {layer}.{names[0]}"
+                )
             elif (first := self._present(layer, names)) != name:
-                yield self._fault(name, f"{first} is there too: each engine reads one of them")
+                yield self._fault(name, f"{first} is there too: each engine reads one of them", "remove one of them")
             elif kind in INPUT_SCALES and not layout.is_static:
-                yield self._fault(name, "inputs are not static: engines ignore it", is_error=False)
+                problem = "inputs are not static: engines ignore it"
+                yield self._fault(name, problem, "remove it, or say dynamic: false in config.json", is_error=False)
 
     def _present(self, layer: str, names: tuple[str, ...]) -> str:
         """The first scale of a layer that is there by one of its names; by the first of these if there is none."""
         return next((name for kind in names if (name := f"{layer}.{kind}") in self.tensors), f"{layer}.{names[0]}")
 
-    def _bad_values(self, name: str, *, positive_or_absent: bool = False) -> str:
+    def _bad_values(self, name: str, *, positive_or_absent: bool = False) -> tuple[str, str] | None:
+        """A problem of a scale's values and its remedy."""
         scale = self._value(name)
         # Engines write -1 for a scale of keys and values that is not there.
         wrong = {
@@ -324,17 +455,21 @@ class _Checked:
             "infinite": np.isinf(scale),
             "zero or negative; a scale is a positive factor": (scale <= 0) & ~((scale == -1) & positive_or_absent),
         }
-        return next((f"{int(x.sum())} of {scale.size} scales are {what}" for what, x in wrong.items() if x.any()), "")
+        what = next((what for what, x in wrong.items() if x.any()), None)
+        remedy = "compute it again: amax / 448 of what it scales"
+        return None if what is None else (f"{int(wrong[what].sum())} of {scale.size} scales are {what}", remedy)
 
     # --- The configuration, and layers that belong together ---
 
     def _of_configuration(self, layout: Layout) -> Iterator[Fault]:
         strict = layout.method == "compressed-tensors"
-        if strict and layout.status not in ("compressed", "frozen"):
+        if strict and layout.status != "compressed":
             problem = f"quantization_status is {layout.status}; without 'compressed', Transformers quantizes the "
-            yield Fault(CONFIG, KEY, f"{problem}weights again and computes other numbers")
+            problem += "weights again, or ignores their scales, and computes other numbers"
+            remedy, is_error = "set quantization_status to 'compressed'", layout.status != "frozen"
+            yield Fault(CONFIG, KEY, problem, remedy, is_error)
         if not any(map(is_fp8, self.tensors.values())):
-            yield Fault(CONFIG, KEY, "it is there, but no tensor is in FP8")
+            yield Fault(CONFIG, KEY, "it is there, but no tensor is in FP8", f"remove {KEY}")
         for layer in self.layers:
             stored = self.tensors[layer + WEIGHT]
             if is_fp8(stored) or layer in self.ignored or not is_linear(layer, len(stored.shape)):
@@ -343,31 +478,57 @@ class _Checked:
             # Other methods' engines leave heads and routers alone by themselves.
             if ("Linear" in layout.targets or layer in self.targeted) and (strict or kind == "linear layer"):
                 problem = f"this {kind} is in {stored.shown}, and `ignore` does not list {layer}"
-                yield self._fault(layer + WEIGHT, f"{problem}: engines look for its scale")
+                yield self._fault(
+                    layer + WEIGHT, f"{problem}: engines look for its scale", f"add {layer} to `ignore`, or quantize it"
+                )
+        yield from self._of_targets(layout)
         for entry in layout.ignore:
             tied = self.folder.config.get("tie_word_embeddings") and is_head(entry)
             if not (tied or self._matched("ignore", [entry])):
-                kind = "matches" if entry.startswith(_REGEX) else "is the name of"
-                yield Fault(CONFIG, "ignore", f"{entry!r:.80} {kind} no layer of the checkpoint", is_error=False)
+                kind = "matches" if entry.startswith(REGEX) else "is the name of"
+                problem = f"{entry!r:.80} {kind} no layer of the checkpoint"
+                yield Fault(CONFIG, "ignore", problem, "correct or remove it", is_error=False)
+
+    def _of_targets(self, layout: Layout) -> Iterator[Fault]:
+        """Layers in FP8 that no target means."""
+        by_class = any(_CLASSES.search(target) for target in layout.targets if not target.startswith(REGEX))
+        if by_class or not layout.targets:
+            return
+        missed = [name for name in self.layers if is_fp8(self.tensors[name + WEIGHT]) and name not in self.targeted]
+        if missed:
+            more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
+            problem = (
+                f"{list(layout.targets)!r:.80} do not mean {missed[0]}{more}, which are in FP8: engines take their "
+            )
+            yield Fault(
+                CONFIG, "targets", f"{problem}bytes for the weights", "add 'Linear', or the names of the layers"
+            )
 
     def _of_caches(self) -> Iterator[Fault]:
         """Scales of keys and values that are not complete, or that no engine reads."""
         partners, cached = {"k_scale": "v_scale", "v_scale": "k_scale"}, self.layout and self.layout.cached
-        found = [name for name in self.tensors if name.rpartition(".")[2] in partners]
+        found = [name for name in self.tensors if name.rpartition(".")[2] in (*partners, _OLD_CACHE_SCALE)]
         for name in found:
             stored, (layer, _, kind) = self.tensors[name], name.rpartition(".")
-            other = f"{layer}.{partners[kind]}".replace(f".{kind[0]}_proj.", f".{partners[kind][0]}_proj.")
-            if other not in self.tensors:
-                yield self._fault(name, f"{other} is missing: keys and values both need a scale, or neither")
+            if kind == _OLD_CACHE_SCALE:
+                problem = "it is the old name of one scale for keys and values, which vLLM reads and others ignore"
+                yield self._fault(name, problem, "write it twice, as k_scale and as v_scale", is_error=False)
+            else:
+                other = f"{layer}.{partners[kind]}".replace(f".{kind[0]}_proj.", f".{partners[kind][0]}_proj.")
+                if other not in self.tensors:
+                    problem = f"{other} is missing: keys and values both need a scale, or neither"
+                    yield self._fault(name, problem, f"add it, or remove {kind}")
             if math.prod(stored.shape) != 1 or stored.dtype not in FLOATS:
                 problem = f"it is {stored.shown}{stored.shape}; a scale of keys or values is one floating-point number"
-                yield self._fault(name, problem)
+                yield self._fault(name, problem, "write the largest alone, in float32")
             if not cached:
                 problem = "config.json does not say that keys and values are in FP8: engines ignore it"
-                yield self._fault(name, problem, is_error=False)
+                remedy = "add a kv_cache_scheme to the quantization_config, or remove the scale"
+                yield self._fault(name, problem, remedy, is_error=False)
         if cached and not found:
             problem = "it says that keys and values are in FP8, but no tensor holds their scales: engines take 1"
-            yield Fault(CONFIG, KEY, problem, is_error=False)
+            remedy = "add k_scale and v_scale to each attention, or remove kv_cache_scheme"
+            yield Fault(CONFIG, KEY, problem, remedy, is_error=False)
 
     def _of_merged_layers(self, layout: Layout) -> Iterator[Fault]:
         """Layers that engines make one, and that do not fit together."""
@@ -380,9 +541,14 @@ class _Checked:
                     continue
                 in_fp8 = {is_fp8(weight) for weight in weights if weight}
                 if len(in_fp8) > 1:
-                    yield self._fault(first, f"some of {what} are in FP8 and some are not; engines merge them")
+                    problem = f"some of {what} are in FP8 and some are not; engines merge them"
+                    yield self._fault(first, problem, "quantize all of them, or add all to `ignore`")
                 elif True in in_fp8:
-                    yield from self._of_partners(layout, partners, first, what)
+                    if len({id(layout.of(partner)) for partner in partners}) > 1:
+                        problem = f"{what} are in different groups of config_groups; engines merge them"
+                        yield self._fault(first, problem, "quantize all of them in one scheme")
+                    else:
+                        yield from self._of_partners(layout.of(partners[0]), partners, first, what)
 
     def _of_partners(self, layout: Layout, partners: list[str], first: str, what: str) -> Iterator[Fault]:
         kinds = [layout.scale_names] if layout.strategy == "tensor" else []
@@ -395,60 +561,12 @@ class _Checked:
             scales = [float(self._value(name).reshape(())) for name in names]
             if len(set(scales)) > 1 and all(map(math.isfinite, scales)):
                 problem = f"{names[0].rpartition('.')[2]} of {what} differ: engines that merge them quantize again"
-                yield self._fault(first, f"{problem}, with the largest", is_error=False)
+                is_weight = kind == layout.scale_names
+                remedy = "convert to FP8" if layout.is_static else "convert to FP8_DYNAMIC"
+                remedy = f"{remedy}, which has a scale for each row" if is_weight else "give all of them the largest"
+                yield self._fault(first, f"{problem}, with the largest", remedy, is_error=False)
         rows = [self.tensors[f"{partner}{WEIGHT}"].shape[0] for partner in partners[:-1]]
         height = (layout.size or (1, 1))[0]
         if any(row % height for row in rows):
             problem = f"{what} have {rows} outputs, not multiples of {height}: engines that merge them refuse that"
-            yield self._fault(first, problem, is_error=False)
-
-
-def _matcher(key: str, entry: str, layout: Layout | None) -> Callable[[str], Any]:
-    """Tells whether an entry of a list means a layer: by its name, a pattern of ModelOpt's, or a regular expression.
-
-    Raises:
-        BrokenCheckpoint: If it is not a regular expression, or a very long one.
-    """
-    method = "" if layout is None else layout.method
-    if method == "modelopt" and "*" in entry:
-        return lambda layer: fnmatch.fnmatchcase(layer, entry)
-    if not entry.startswith(_REGEX):
-        # The lists of other methods name modules, and mean all layers in them.
-        return lambda layer: layer == entry or (method != "compressed-tensors" and f".{entry}." in f".{layer}.")
-    if len(entry) > _LONGEST_PATTERN:
-        raise BrokenCheckpoint(
-            CONFIG, f"a pattern of {len(entry)} characters; at most {_LONGEST_PATTERN} are read", key
-        )
-    try:
-        return re.compile(entry.removeprefix(_REGEX)).match
-    except (re.error, RecursionError, OverflowError) as error:
-        raise BrokenCheckpoint(CONFIG, f"{entry!r:.80} is not a regular expression: {error}", key) from None
-
-
-# How many elements are looked at together.
-_PART = 1 << 20
-
-
-def not_finite(array: np.ndarray) -> int:
-    """The number of infinities and NaNs, found by the bits, some megabytes at a time."""
-    if array.dtype not in (E4M3, *FLOATS, np.float64):
-        return 0
-    info, words = ml_dtypes.finfo(array.dtype), np.dtype(f"u{array.dtype.itemsize}")
-    # All bits of the exponent; E4M3 has numbers there too, and NaN alone has all bits.
-    mask = words.type(0x7F if array.dtype == E4M3 else ((1 << info.nexp) - 1) << info.nmant)
-    flat = array.reshape(-1)
-    parts = (flat[start : start + _PART].view(words) for start in range(0, flat.size, _PART))
-    return sum(int(((part & mask) == mask).sum()) for part in parts)
-
-
-def amaxes(data: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """The largest magnitudes of the blocks of E4M3 data `[out, in]`, in float32."""
-    height, width = block
-    columns = np.arange(0, data.shape[1], width)
-    step = max(1, _PART // max(1, height * data.shape[1])) * height
-    found = []
-    for start in range(0, data.shape[0], step):
-        # Without its sign, a larger byte is a larger magnitude.
-        bits = np.maximum.reduceat(data[start : start + step].view(np.uint8) & 0x7F, columns, axis=1)
-        found.append(np.maximum.reduceat(bits, np.arange(0, bits.shape[0], height), axis=0))
-    return np.concatenate(found).view(E4M3).astype(np.float32)
+            yield self._fault(first, problem, "convert to FP8_DYNAMIC, which has a scale for each row", is_error=False)

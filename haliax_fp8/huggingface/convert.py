@@ -15,12 +15,12 @@ from jaxtyping import DTypeLike
 from rich.console import RenderableType
 from rich.text import Text
 
-from .._files.strict_json import BrokenCheckpoint
 from .._printing import Printable, new_table
 from ..layers.tensor_names import is_head, is_linear, is_router
 from .check import check_folder
+from .configuration import presented, read_layout
 from .folder import CONFIG, INDEX, TensorFolder, new_folder, write_tensors
-from .layout import CACHE_SCALES, E4M3, KEY, PLAIN, Layout, as_layout, read_layout, require_elements
+from .layout import CACHE_SCALES, E4M3, KEY, PLAIN, Layout, as_layout, require_elements
 from .scaled_matrix import Rows, ScaledMatrix, are_exponents, parts_of, quantized, spread
 from .tensors import Tensor, Values, tensors_in
 
@@ -61,7 +61,7 @@ class Conversion(Printable):
         after: The layout of the new one.
         weights: What became of each weight that is in FP8 before or after.
         copied: The number of tensors that are as they were.
-        skipped: Scales that the new layout does not hold.
+        skipped: Scales of keys and values, which a plain checkpoint has no place for.
     """
 
     directory: pathlib.Path
@@ -73,8 +73,8 @@ class Conversion(Printable):
 
     @property
     def is_exact(self) -> bool:
-        """Whether all weights have the same values as before."""
-        return all(weight.is_exact for weight in self.weights)
+        """Whether all weights have the same values as before, and nothing was left out."""
+        return not self.skipped and all(weight.is_exact for weight in self.weights)
 
     @property
     def error(self) -> float:
@@ -88,11 +88,11 @@ class Conversion(Printable):
         table = new_table(f"{self.directory.resolve().name}: {self.before} -> {self.after}, checked", caption)
         for column in ("weights", "number", "largest error", "of"):
             table.add_column(column, overflow="fold")
-        exact = sum(weight.is_exact for weight in self.weights)
-        table.add_row("the same values", str(exact), "0", "")
-        if not self.is_exact:
-            worst = max(self.weights, key=lambda weight: weight.error)
-            table.add_row("rounded", str(len(self.weights) - exact), f"{worst.error:.3%}", Text(worst.name))
+        rounded = [weight for weight in self.weights if not weight.is_exact]
+        table.add_row("the same values", str(len(self.weights) - len(rounded)), "0", "")
+        if rounded:
+            worst = max(rounded, key=lambda weight: weight.error)
+            table.add_row("rounded", str(len(rounded)), f"{worst.error:.3%}", Text(worst.name))
         table.add_row("other tensors, unchanged", str(self.copied), "", "")
         return table
 
@@ -112,6 +112,10 @@ def convert_folder(
     A weight keeps its data where its scales can be written in the new layout as they are: one for a tensor as equal
     ones for rows or blocks, powers of two as E8M0. Otherwise `data * scale` is quantized again, and the error measured.
     One weight is read at a time, and the new folder is checked before it takes its name: it is complete or absent.
+
+    Scales of keys and values stay, by the names of the new layout; a plain checkpoint has none. The configuration of
+    `"HF_FP8"` does not mention them: tell the engine to keep keys and values in FP8, as with vLLM's
+    `kv_cache_dtype="fp8"`. Scales of inputs are left out where engines compute them.
 
     Args:
         directory: The folder, which has to be sound.
@@ -133,15 +137,16 @@ def convert_folder(
     chosen, kind, rounding = as_layout(layout), np.dtype(dtype), _rounding(scales)
     report = check_folder(directory, follow_links=follow_links)
     if report.errors:
-        first = report.errors[0]
-        raise BrokenCheckpoint(first.file, first.problem, first.tensor)
+        raise report.errors[0].error
     folder = TensorFolder.open(directory, follow_links=follow_links)
     before = read_layout(folder)
-    tensors = tensors_in(folder)
+    if chosen is not None and before is not None:
+        chosen = dataclasses.replace(chosen, cached=before.cached)
+    tensors, folder = tensors_in(folder), presented(folder)
     groups, found, copied, skipped, high = [], [], 0, [], []
     for name, tensor in tensors.items():
-        if name.rpartition(".")[2] in CACHE_SCALES and (chosen is None or (before and before.cached)):
-            skipped.append(name)  # The new configuration does not mention caches.
+        if chosen is None and name.rpartition(".")[2] in CACHE_SCALES:
+            skipped.append(name)
         elif _converts(tensor, chosen, before, folder):
             if chosen is not None:
                 _require_convertible(tensor, chosen, before, folder)
@@ -150,7 +155,8 @@ def convert_folder(
         else:
             if tensor.is_weight and is_linear(tensor.path, len(tensor.shape)):
                 high.append(tensor.path)
-            groups.append((tensor.specs, lambda name=name: [folder[name]]))
+            new = tensor if chosen is None else dataclasses.replace(tensor, name=_cache_name(name, chosen, folder))
+            groups.append((new.specs, lambda name=name: [folder[name]]))
             copied += 1
     with new_folder(destination, "destination") as new:
         write_tensors(new, groups, shard_bytes)
@@ -179,6 +185,18 @@ def _converts(tensor: Tensor, layout: Layout | None, before: Layout | None, fold
     may_be = axes == 2 or "experts" in path.split(".")
     chosen = is_linear(path, axes) and may_be and before is None
     return layout is not None and chosen and not (is_head(path) or is_router(path, folder.tensors))
+
+
+def _cache_name(name: str, layout: Layout, folder: TensorFolder) -> str:
+    """The name of a tensor in a layout: ModelOpt has scales of keys and values beside the layers that make them."""
+    parent, _, kind = name.rpartition(".")
+    projection = {"k_scale": "k_proj", "v_scale": "v_proj"}.get(kind)
+    if projection is None:
+        return name
+    parent = parent.removesuffix(f".{projection}")
+    beside = layout.method == "modelopt" and f"{parent}.{projection}.weight" in folder.tensors
+    new = f"{parent}.{projection}.{kind}" if beside else f"{parent}.{kind}"
+    return name if new in folder.tensors else new
 
 
 def _require_convertible(tensor: Tensor, layout: Layout, before: Layout | None, folder: TensorFolder) -> None:

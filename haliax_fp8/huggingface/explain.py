@@ -7,10 +7,12 @@ import pathlib
 from rich.console import RenderableType
 from rich.text import Text
 
+from .._files.strict_json import BrokenCheckpoint
 from .._printing import Printable, new_table
 from .check import is_fp8, layout_name
+from .configuration import NotSupported, presented, read_layout
 from .folder import TensorFolder
-from .layout import CACHE_SCALES, FLOATS, SCALES, Layout, read_layout
+from .layout import CACHE_SCALES, FLOATS, SCALES, Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +30,13 @@ class Explanation(Printable):
     Args:
         directory: The folder.
         quantization: What its configuration says; None if nothing is quantized.
-        held: The tensors: weights in FP8, scales, those in high precision, and those of unknown types.
+        held: The tensors by kind: weights in FP8, scales, those in high precision, in integers and of unknown
+            types.
         unknown_types: The names of unknown types in the files.
         scale_types: The dtypes of the scales of weights.
+        layout: The name of the layout.
+        verdict: `"readable"`; `"broken"` if the configuration cannot be read; or `"not supported here"`.
+        reason: Why it is not readable, and what to do; otherwise empty.
     """
 
     directory: pathlib.Path
@@ -38,11 +44,9 @@ class Explanation(Printable):
     held: dict[str, Held]
     unknown_types: tuple[str, ...] = ()
     scale_types: tuple[str, ...] = ()
-
-    @property
-    def layout(self) -> str:
-        """The name of the layout."""
-        return layout_name(self.quantization)
+    layout: str = ""
+    verdict: str = "readable"
+    reason: str = ""
 
     def __rich__(self) -> RenderableType:
         """A row for each kind of tensors, and one for all."""
@@ -51,17 +55,18 @@ class Explanation(Printable):
             table.add_column(column, overflow="fold", justify="right" if column in ("number", "bytes") else "left")
         formats = {_WEIGHTS: "E4M3", _SCALES: self._scales, _UNKNOWN: ", ".join(self.unknown_types)}
         for kind, held in self.held.items():
-            if held.count or kind != _UNKNOWN:
+            if held.count or kind not in (_INTEGERS, _UNKNOWN):
                 format = Text(formats.get(kind, "") if held.count else "")
                 table.add_row(kind, str(held.count), f"{held.bytes:,}", format)
         count, bytes = (sum(getattr(held, name) for held in self.held.values()) for name in ("count", "bytes"))
         in_bf16 = bytes + self.held[_WEIGHTS].bytes - self.held[_SCALES].bytes
-        table.add_row("all", str(count), f"{bytes:,}", f"{bytes / max(1, in_bf16):.3f} of bf16")
+        ratio = "" if self.reason else f"{bytes / max(1, in_bf16):.3f} of bf16"
+        table.add_row("all", str(count), f"{bytes:,}", ratio)
         return table
 
     @property
     def _scales(self) -> str:
-        if (found := self.quantization) is None:
+        if (found := self.quantization) is None or found.groups:
             return ""
         one = {"tensor": "one for a weight", "channel": "one for an output"}.get(found.strategy)
         one = one or f"one for {found.size} elements"
@@ -72,20 +77,29 @@ class Explanation(Printable):
 
     @property
     def _products(self) -> str:
+        if self.reason:
+            return f"{self.verdict.capitalize()}: {self.reason}."
         if self.quantization is None:
             return "All products are in high precision."
-        if self.quantization.inputs is None:
-            return "Products: weights are dequantized, inputs stay in high precision."
-        return f"Products: E4M3 by E4M3; inputs have {self.quantization.inputs}."
+        return " ".join(dict.fromkeys(map(_products_of, self.quantization.groups or (self.quantization,))))
 
 
-_WEIGHTS, _SCALES, _OTHERS, _UNKNOWN = "weights in FP8", "scales", "in high precision", "of unknown types"
+def _products_of(layout: Layout) -> str:
+    of = f"Products of {', '.join(layout.targets)}" if layout.targets not in (("Linear",), ()) else "Products"
+    if layout.inputs is None:
+        return f"{of}: weights are dequantized, inputs stay in high precision."
+    return f"{of}: E4M3 by E4M3; inputs have {layout.inputs}."
+
+
+_WEIGHTS, _SCALES, _OTHERS = "weights in FP8", "scales", "in high precision"
+_INTEGERS, _UNKNOWN = "in integers", "of unknown types"
 
 
 def explain_folder(directory: str | os.PathLike[str], *, follow_links: bool = False) -> Explanation:
     """Says what a folder holds: its layout, the formats of its products, and the bytes of each kind of tensors.
 
-    Only headers and the configuration are read. `check_folder` says whether the tensors are as they should be.
+    Only headers and the configuration are read. `check_folder` says whether the tensors are as they should be. A layout
+    that is not supported, or a configuration that is broken, is explained too, as far as the headers tell.
 
     Args:
         directory: The folder.
@@ -95,19 +109,29 @@ def explain_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fa
         BrokenCheckpoint: If the folder cannot be read; names the file, and the tensor if it is one.
     """
     folder = TensorFolder.open(directory, follow_links=follow_links)
-    layout = read_layout(folder)
-    held: dict[str, Held] = dict.fromkeys((_WEIGHTS, _SCALES, _OTHERS, _UNKNOWN), Held())
+    layout, name, verdict, reason = None, "not readable", "readable", ""
+    try:
+        layout = read_layout(folder)
+        name = layout_name(layout)
+    except NotSupported as other:
+        name, verdict, reason = other.layout, "not supported here", other.remedy
+    except BrokenCheckpoint as broken:
+        verdict, reason = "broken", str(broken)
+    held: dict[str, Held] = dict.fromkeys((_WEIGHTS, _SCALES, _OTHERS, _INTEGERS, _UNKNOWN), Held())
     unknown, scale_types = set[str](), set[str]()
-    for name, stored in folder.tensors.items():
-        last, kind = name.rpartition(".")[2], _OTHERS
+    for tensor, stored in presented(folder).tensors.items():
+        last, kind = tensor.rpartition(".")[2], _OTHERS
         if not stored.is_known:
             kind = _UNKNOWN
             unknown.add(stored.type)
+        elif last in SCALES + CACHE_SCALES or (reason and "scale" in last):
+            kind = _SCALES
         elif is_fp8(stored):
             kind = _WEIGHTS
-        elif last in SCALES + CACHE_SCALES:
-            kind = _SCALES
+        elif stored.dtype.kind in "iu":
+            kind = _INTEGERS
         if layout is not None and last in layout.scale_names:
             scale_types.add(stored.shown)
         held[kind] = Held(held[kind].count + 1, held[kind].bytes + stored.bytes)
-    return Explanation(pathlib.Path(directory), layout, held, tuple(sorted(unknown)), tuple(sorted(scale_types)))
+    types = tuple(sorted(unknown)), tuple(sorted(scale_types))
+    return Explanation(pathlib.Path(directory), layout, held, *types, name, verdict, reason)

@@ -9,11 +9,12 @@ import pathlib
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from .._files.checksums import FORMAT, checksum, checksum_metadata, read_checksums, to_json
 from .._files.header import NAMES, Stored, read_header
 from .._files.strict_json import BrokenCheckpoint, json_file
 
@@ -41,12 +42,14 @@ class TensorFolder:
         tensors: Where each tensor is, by name.
         config: What `config.json` holds.
         follow_links: Whether files may be links that lead out of the folder.
+        checksums: Those of the tensors by their names in files, of files that have them.
     """
 
     directory: pathlib.Path
     tensors: dict[str, Stored]
     config: dict[str, Any]
     follow_links: bool = False
+    checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @staticmethod
     def open(directory: str | os.PathLike[str], *, follow_links: bool = False) -> "TensorFolder":
@@ -75,7 +78,8 @@ class TensorFolder:
         else:
             remedy = f"a checkpoint is this file, or those that {INDEX} lists; pickled weights are never read"
             paths = [_inside(folder, SINGLE, remedy, follow_links)]
-        return TensorFolder(folder, _tensors(paths, listed), config, follow_links)
+        tensors, checksums = _tensors(paths, listed)
+        return TensorFolder(folder, tensors, config, follow_links, checksums)
 
     def json_beside(self, name: str) -> dict[str, Any] | None:
         """What another file of the folder holds; None if there is none.
@@ -100,6 +104,13 @@ class TensorFolder:
             raise ValueError(f"{self.directory} has no tensor {name}")
         return self.tensors[name].array()
 
+    def has_changed(self, name: str) -> bool:
+        """Whether the bytes of a tensor are not those that were written, as far as its file has checksums."""
+        stored = self.tensors[name]
+        if (written := self.checksums.get(stored.name)) is None:
+            return False
+        return checksum(stored.name, stored.type, stored.shape, stored.words()) != written
+
 
 def _weight_map(index: dict[str, Any]) -> dict[str, str]:
     listed = index.get("weight_map")
@@ -108,10 +119,15 @@ def _weight_map(index: dict[str, Any]) -> dict[str, str]:
     return listed
 
 
-def _tensors(paths: list[pathlib.Path], listed: dict[str, str] | None) -> dict[str, Stored]:
+def _tensors(paths: list[pathlib.Path], listed: dict[str, str] | None) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors of the files, and their checksums."""
     tensors: dict[str, Stored] = {}
+    checksums: dict[str, str] = {}
     for path in paths:
-        for name, stored in read_header(path).items():
+        metadata: dict[str, str] = {}
+        of_file = read_header(path, metadata)
+        checksums |= read_checksums(path.name, metadata, of_file)
+        for name, stored in of_file.items():
             if name in tensors:
                 raise BrokenCheckpoint(
                     path.name, f"it is in {tensors[name].file.name} too; a tensor may be in one file only", name
@@ -124,7 +140,7 @@ def _tensors(paths: list[pathlib.Path], listed: dict[str, str] | None) -> dict[s
     for name, file in (listed or {}).items():
         if name not in tensors:
             raise BrokenCheckpoint(file, f"it is missing, but {INDEX} lists it", name)
-    return tensors
+    return tensors, checksums
 
 
 def _inside(folder: pathlib.Path, name: str, remedy: str, follow_links: bool) -> pathlib.Path:
@@ -250,17 +266,22 @@ def _numbered(i: int, n: int) -> str:
 def _write(
     path: pathlib.Path, groups: Sequence[tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]]
 ) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offsets, offset = {}, 0
+    header: dict[str, Any] = {}
+    offset = 0
     # The widest elements first: so each tensor begins at a multiple of its element, without which PyTorch fails.
     for spec in sorted((spec for specs, _ in groups for spec in specs), key=lambda spec: -spec.dtype.itemsize):
         entry = {"dtype": NAMES[spec.dtype], "shape": spec.shape, "data_offsets": (offset, offset + spec.bytes)}
-        header[spec.name], offsets[spec.name] = entry, offset
+        header[spec.name] = entry
         offset += spec.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    described = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+    checksums = dict.fromkeys(header, "0" * 8)
+
+    def text() -> bytes:
+        content = to_json({"__metadata__": FORMAT | checksum_metadata(checksums, described), **header}).encode()
+        return content + b" " * (-len(content) % 8)
+
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(struct.pack("<Q", len(text())) + text())
         begin = file.tell()
         for specs, make in groups:
             for spec, array in zip(specs, make(), strict=True):
@@ -268,5 +289,10 @@ def _write(
                     raise ValueError(
                         f"{spec.name} is {array.dtype}{array.shape}, announced as {spec.dtype}{spec.shape}: report this"
                     )
-                file.seek(begin + offsets[spec.name])
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                words = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+                checksums[spec.name] = checksum(spec.name, *described[spec.name], words)
+                file.seek(begin + header[spec.name]["data_offsets"][0])
+                file.write(words)
+        # As long as the text with zeros instead of checksums.
+        file.seek(8)
+        file.write(text())

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -20,13 +21,14 @@ from ..layers.kernel import Kernel
 from ..layers.rule import LayerRule
 from ..layers.tensor_names import JOINED
 from ..serving.unstack import unstacked
+from .check import Checked, Fault
 from .folder import TensorFolder, require_folder_name
 from .fp8_layers import frozen_layer, served_layer
-from .layout import CACHE_SCALES, Inputs, read_layout
+from .layout import CACHE_SCALES, SCALES, Inputs
 from .model import Leaf, Site, leaves, map_sites, plain, tensors_of, without_sharing
 from .names import NameMap
 from .scaled_matrix import ScaledMatrix
-from .tensors import Tensor, Values, tensors_in
+from .tensors import Tensor, Values, tensors_in, with_each_expert
 
 
 class Weights(enum.Enum):
@@ -73,8 +75,8 @@ def import_model[M](
         The model with the checkpoint's weights.
 
     Raises:
-        ValueError: If the folder is broken, in the sense of the checks of its layout; if a tensor is missing, has
-            another shape than in the model, or that it does not have; each names the tensor.
+        ValueError: If `check_folder` finds an error in the configuration or in a tensor that is read; if a tensor is
+            missing, has another shape than in the model, or is one that the model lacks. Each names the tensor.
     """
     require_folder_name(directory, "import_model(directory, model)")
     require_layers(model, "import_model(directory, model)")
@@ -83,16 +85,20 @@ def import_model[M](
     except ValueError:
         options = ", ".join(repr(member.value) for member in Weights)
         raise ValueError(f"weights={weights!r} must be one of {options}") from None
-    rules, folder, name_map = as_config(config).rules, TensorFolder.open(directory), NameMap.of(names)
-    layout = read_layout(folder)
+    rules, checked, name_map = as_config(config).rules, Checked.of(TensorFolder.open(directory)), NameMap.of(names)
+    folder = checked.folder
     outputs = functools.cache(
         lambda: {
             name_map.to_checkpoint(tensor.name): tensor.shape[0] for tensor in tensors_of(model, rules) if tensor.shape
         }
     )
     is_tied = bool(folder.config.get("tie_word_embeddings"))
-    checkpoint = _Checkpoint(tensors_in(folder), name_map, outputs, is_tied, set())
-    load = lambda site: _loaded(site, checkpoint, weights, None if layout is None else layout.inputs)
+    misfits = [fault for fault in checked.of_folder() if fault.is_error]
+    for fault in misfits:
+        if fault.tensor not in folder.tensors:
+            raise fault.error
+    checkpoint = _Checkpoint(with_each_expert(tensors_in(folder)), name_map, outputs, is_tied, set(), checked, misfits)
+    load = lambda site: _loaded(site, checkpoint, weights)
     loaded = map_sites(load, model, rules)
     _use_shared(model, loaded, rules, checkpoint)
     if strict and (unused := checkpoint.unused()):
@@ -104,7 +110,7 @@ def import_model[M](
     return unstacked(loaded) if weights is Weights.SERVED else loaded
 
 
-def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, inputs: Inputs | None) -> Any:
+def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights) -> Any:
     """A layer or an array with the numbers of a checkpoint."""
     if site.is_in_fp8:
         raise ValueError(f"model has a layer in FP8 at {site.place}; pass the plain model that it was imported into")
@@ -127,7 +133,14 @@ def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, inputs: Inp
         plain_layer = site.rule.with_op(_with(layer, changes), None)
         if weights is Weights.FROZEN:
             return frozen_layer(plain_layer, leaf, matrices)
-        return served_layer(plain_layer, leaf, matrices, inputs, None if op is None else op.compute_dtype)
+        inputs = {checkpoint.inputs(name) for name, _ in leaf.tensors()}
+        if len(inputs) > 1:
+            ways = " and ".join(sorted(map(str, inputs)))
+            raise ValueError(
+                f"{site.place} has blocks or experts whose inputs are quantized in different ways ({ways}); import the "
+                "checkpoint dequantized, or into a model without stacks"
+            )
+        return served_layer(plain_layer, leaf, matrices, inputs.pop(), None if op is None else op.compute_dtype)
     return _with(layer, changes)
 
 
@@ -150,7 +163,7 @@ def _use_shared(model: Any, loaded: Any, rules: tuple[LayerRule, ...], checkpoin
         if wanted in checkpoint.tensors and wanted not in checkpoint.used:
             values, own = _dense(checkpoint.tensors[wanted].read()), _dense(tensor.read())
             if np.array_equal(values.astype(own.dtype), own):
-                checkpoint.used.add(wanted)
+                checkpoint.use(wanted)
 
 
 def _filled(leaf: Leaf, checkpoint: "_Checkpoint", factor: float, found: dict[str, Values] | None = None) -> Any:
@@ -159,6 +172,11 @@ def _filled(leaf: Leaf, checkpoint: "_Checkpoint", factor: float, found: dict[st
 
     def read(name: str) -> np.ndarray:
         numbers = _dense(checkpoint.read(name, leaf.shape) if found is None else found[name])
+        if not jnp.issubdtype(numbers.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} is in {numbers.dtype} in the checkpoint, and in {dtype} in the model: whole numbers may stand "
+                "for others, by a scale. Dequantize the checkpoint with the library that wrote it, and import that"
+            )
         numbers = numbers if factor == 1.0 else numbers / factor
         require_fits(numbers, dtype, name)
         return numbers
@@ -214,7 +232,9 @@ class _Checkpoint:
         names: From the model's names to the checkpoint's.
         outputs: Gives the first size of each tensor of the model, by the checkpoint's names.
         is_tied: Whether the configuration says that the head is the embedding.
-        used: The names that were read.
+        used: The names that were read, and those of their scales.
+        checked: The folder, with its checks.
+        misfits: Tensors that do not fit the configuration, or each other.
     """
 
     tensors: dict[str, Tensor]
@@ -222,6 +242,8 @@ class _Checkpoint:
     outputs: Callable[[], dict[str, int]]
     is_tied: bool
     used: set[str]
+    checked: Checked
+    misfits: list[Fault]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Values:
         """A tensor of the model: its values, or FP8 data and scales.
@@ -251,20 +273,50 @@ class _Checkpoint:
         _require_shape(wanted, values.shape, name, shape)
         return values
 
+    def inputs(self, name: str) -> Inputs | None:
+        """How the inputs of a layer that was read are quantized.
+
+        Args:
+            name: Its weight's name in the model.
+        """
+        wanted = self.names.to_checkpoint(name)
+        layer, _, field = wanted.rpartition(".")
+        parent, _, last = layer.rpartition(".")
+        tensor = self.tensors.get(wanted) or self.tensors[f"{self._fused(parent, last, field)}.{field}"]
+        return None if tensor.layout is None else tensor.layout.inputs
+
     def unused(self) -> list[str]:
         """The checkpoint's tensors that nothing read."""
-        rest = [name for name in self.tensors if name not in self.used and not name.endswith(_DERIVED)]
+        rest = [name for name in self.checked.tensors if name not in self.used and not name.endswith(_DERIVED)]
+        in_parts = {self.tensors[name].whole for name in self.used if name in self.tensors}
+        rest += [name for name, x in self.tensors.items() if x.whole in in_parts and x.whole and name not in self.used]
         tied, table = f"{_HEAD}.weight", self._embedding
         if tied in rest and self.is_tied and table is not None and table in self.used:
             if np.array_equal(_dense(self.tensors[tied].read()), _dense(self.tensors[table].read())):
                 rest.remove(tied)
         return rest
 
+    def use(self, name: str) -> list[str]:
+        """Notes that a tensor is read, and its scales; returns the names."""
+        layer, _, field = name.rpartition(".")
+        scales = [f"{layer}.{scale}".removeprefix(".") for scale in SCALES] if field == "weight" else []
+        names = [name, *(scale for scale in scales if scale in self.checked.tensors)]
+        self.used.update(names)
+        return names
+
     @property
     def _embedding(self) -> str | None:
         return next((name for name in self.tensors if name.endswith(_EMBEDDING)), None)
 
     def _take(self, name: str) -> Values:
+        whole = self.tensors[name].whole or name
+        if whole not in self.used:
+            names = self.use(whole)
+            of_these = itertools.chain(*map(self.checked.of_tensor, names))
+            misfits = (fault for fault in self.misfits if fault.tensor in names)
+            for fault in itertools.chain(misfits, of_these):
+                if fault.is_error:
+                    raise fault.error
         self.used.add(name)
         return self.tensors[name].read()
 

@@ -1,8 +1,9 @@
 """Layout: how a checkpoint names and shapes FP8 weights and their scales; read from `config.json` and written to it."""
 
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +11,7 @@ import numpy as np
 
 from .._files.strict_json import BrokenCheckpoint
 from .._numerics.checks import nearest
-from .folder import CONFIG, TensorFolder
+from .folder import CONFIG
 from .scaled_matrix import ScaledMatrix
 
 
@@ -21,9 +22,12 @@ EXPONENTS = (np.dtype(np.uint8), E8M0)
 # Names of a layer's scales, the usual one first; and those of what attention caches.
 WEIGHT_SCALES, INPUT_SCALES = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
 SCALES = (*WEIGHT_SCALES, *INPUT_SCALES)
-CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale")
+CACHE_SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale")
 
 KEY, MODELOPT = "quantization_config", "hf_quant_config.json"
+
+# How entries of the configuration's lists begin that are regular expressions; longer ones are not read.
+REGEX, _LONGEST_PATTERN = "re:", 2_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Layout:
     """How FP8 weights are stored; of a checkpoint, also what its configuration says of its layers.
 
     Args:
-        method: `"compressed-tensors"`, Hugging Face's `"fp8"`, or NVIDIA's `"modelopt"`.
+        method: `"compressed-tensors"`, Hugging Face's `"fp8"`, or NVIDIA's `"modelopt"`; of folders that are only read,
+            also `"fbgemm_fp8"`, `"torchao"`, or ComfyUI's `"scale_weight"`.
         strategy: What shares a scale of the weights: `"tensor"`, `"channel"`, `"block"` or `"group"`.
         size: The rows and columns of a block or group.
         inputs: How inputs are quantized; None if they are not.
@@ -60,6 +65,7 @@ class Layout:
         targets: The layers meant: classes, names, or regular expressions.
         cached: Whether keys and values are kept in FP8, with scales.
         status: What compressed-tensors says of the weights: `"compressed"` if they are stored in FP8.
+        groups: The layouts of different layers, each with its targets; empty if all layers have this one.
 
     References:
         `compressed_tensors.quantization.quant_scheme` 0.20; `transformers.FineGrainedFP8Config` 5.23; ModelOpt.
@@ -74,10 +80,22 @@ class Layout:
     targets: tuple[str, ...] = ("Linear",)
     cached: bool = False
     status: str | None = "compressed"
+    groups: tuple["Layout", ...] = ()
+
+    def of(self, layer: str) -> "Layout":
+        """The layout of one layer: of the group that has its name, or else of the one that has its class."""
+        means = lambda group: any(matcher("targets", target, self.method)(layer) for target in group.targets)
+        return next(filter(means, self.groups), self._of_classes)
+
+    @property
+    def _of_classes(self) -> "Layout":
+        return next((group for group in self.groups if "Linear" in group.targets), (*self.groups, self)[0])
 
     @property
     def name(self) -> str:
         """Its name in `named`; a description if it has none. The sizes of blocks do not count."""
+        if self.groups:
+            return " and ".join(dict.fromkeys(group.name for group in self.groups))
         key = self._kind
         found = (name for name, layout in named.items() if layout._kind == key)
         return next(found, f"{self.method}, {self.strategy} weights")
@@ -86,7 +104,7 @@ class Layout:
     def _kind(self) -> tuple[Any, ...]:
         inputs = self.inputs and (self.inputs.strategy, self.inputs.dynamic)
         if self.method != "compressed-tensors":
-            return (self.method, self.method == "fp8" and self.strategy == "block")
+            return (self.method, self.strategy == "block" if self.method == "fp8" else self.strategy)
         if inputs is None or (self.strategy == "group" and self.exponents):
             return (self.method, inputs and "microscaled")
         return (self.method, self.strategy, inputs)
@@ -120,7 +138,9 @@ class Layout:
         if self.strategy == "channel":
             return (*front, rows, 1), (*front, rows)
         height, width = self.block((rows, columns))
-        return ((*front, -(-rows // height), -(-columns // width)),)
+        blocks = -(-rows // height), -(-columns // width)
+        more = ((*front, blocks[0], 1, blocks[1], 1),) if self.method == "modelopt" and self.strategy == "block" else ()
+        return (*front, *blocks), *more
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """The tensors of a layer with a kernel of this shape: by the last part of their names, dtype and shape."""
@@ -145,9 +165,11 @@ class Layout:
             ignore: The linear layers that stay in high precision.
         """
         left = list(ignore)
+        if self.groups or self.method in _ONLY_READ or (self.method == "modelopt" and self.strategy != "tensor"):
+            raise ValueError(f"layout={self.name!r} is only read; write one of {list(named)}")
         if self.method == "modelopt":
             producer = {"name": "haliax_fp8"}
-            common = {"quant_algo": "FP8", "kv_cache_quant_algo": None}
+            common = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8" if self.cached else None}
             files = {MODELOPT: {"producer": producer, "quantization": {**common, "exclude_modules": left}}}
             return {KEY: {"quant_method": "modelopt", **common, "ignore": left, "producer": producer}}, files
         if self.method == "fp8":
@@ -173,21 +195,24 @@ class Layout:
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
             "ignore": left,
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": {**common, "dynamic": False, "strategy": "tensor"} if self.cached else None,
         }
         return {KEY: config}, {}
 
 
-_COMPRESSED, _STATIC = "compressed-tensors", Inputs("tensor", False)
+# Methods of folders that others write.
+_ONLY_READ = ("fbgemm_fp8", "torchao", "scale_weight")
+
+COMPRESSED, _STATIC = "compressed-tensors", Inputs("tensor", False)
 
 named: dict[str, Layout] = {
-    "FP8_DYNAMIC": Layout(_COMPRESSED, "channel", None, Inputs("token")),
+    "FP8_DYNAMIC": Layout(COMPRESSED, "channel", None, Inputs("token")),
     "HF_FP8": Layout("fp8", "block", (128, 128), Inputs("group", size=128)),
-    "FP8_BLOCK": Layout(_COMPRESSED, "block", (128, 128), Inputs("group", size=128)),
-    "MXFP8": Layout(_COMPRESSED, "group", (1, 32), Inputs("group", size=32), exponents=True),
-    "FP8": Layout(_COMPRESSED, "channel", None, _STATIC),
-    "FP8_TENSOR": Layout(_COMPRESSED, "tensor", None, _STATIC),
-    "W8A16": Layout(_COMPRESSED, "channel", None, None),
+    "FP8_BLOCK": Layout(COMPRESSED, "block", (128, 128), Inputs("group", size=128)),
+    "MXFP8": Layout(COMPRESSED, "group", (1, 32), Inputs("group", size=32), exponents=True),
+    "FP8": Layout(COMPRESSED, "channel", None, _STATIC),
+    "FP8_TENSOR": Layout(COMPRESSED, "tensor", None, _STATIC),
+    "W8A16": Layout(COMPRESSED, "channel", None, None),
     "modelopt": Layout("modelopt", "tensor", None, _STATIC),
 }
 """By name, in the order in which messages list them."""
@@ -209,149 +234,33 @@ def as_layout(layout: str | Layout) -> Layout | None:
     return named[layout]
 
 
-# --- Reading a configuration: strictly, as engines accept nearly anything without a word ------------------------------
+# --- The layers that a list of a configuration means ------------------------------------------------------------------
 
 
-def read_layout(folder: TensorFolder) -> Layout | None:
-    """What the configuration of a folder says; None if nothing is quantized.
-
-    Raises:
-        BrokenCheckpoint: As in `layout_of`.
-    """
-    return layout_of(folder.config, folder.json_beside(MODELOPT))
-
-
-def layout_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Layout | None:
-    """What a configuration says; None if nothing is quantized.
+def matcher(key: str, entry: str, method: str) -> Callable[[str], Any]:
+    """Tells whether an entry of a list means a layer: by its name, a pattern of ModelOpt's, or a regular expression.
 
     Args:
-        config: What `config.json` holds.
-        beside: What `hf_quant_config.json` holds, where older exports of ModelOpt say it.
+        key: The list.
+        entry: The entry.
+        method: The layout's method.
 
     Raises:
-        BrokenCheckpoint: If it is of an unknown method, format or strategy, or contradicts itself.
-
-    Example:
-        >>> layout_of({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}).name
-        'HF_FP8'
+        BrokenCheckpoint: If it is not a regular expression, or a very long one.
     """
-    found = config.get(KEY, config.get("compression_config"))
-    if found is None and beside is not None:
-        if not isinstance(inner := beside.get("quantization"), Mapping):
-            raise BrokenCheckpoint(MODELOPT, "it has no object 'quantization'")
-        found = {**inner, "ignore": inner.get("exclude_modules"), "quant_method": "modelopt"}
-    if found is None:
-        return None
-    if not isinstance(found, Mapping):
-        raise _wrong(f"it is a {type(found).__name__}, but must be a JSON object")
-    readers = {"compressed-tensors": _compressed_tensors, "fp8": _hugging_face, "modelopt": _modelopt}
-    if (method := found.get("quant_method")) not in readers:
-        known = ", ".join(map(repr, readers))
-        raise _wrong(f"quant_method={method!r:.60} is unknown; the known ones are {known}")
-    return readers[method](found)
-
-
-def _modelopt(found: Mapping[str, Any]) -> Layout:
-    _one_of(found, "quant_algo", ("FP8",))
-    cached = found.get("kv_cache_quant_algo", found.get("kv_cache_scheme")) is not None
-    ignore = _names(found, "ignore") or _names(found, "exclude_modules")
-    return dataclasses.replace(named["modelopt"], ignore=ignore, cached=cached)
-
-
-def _hugging_face(found: Mapping[str, Any]) -> Layout:
-    _one_of(found, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-    static = _one_of(found, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
-    size = None if found.get("weight_block_size") is None else _pair(found, "weight_block_size")
-    exponents = _one_of(found, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
-    lists = (_names(found, key) for key in ("modules_to_not_convert", "ignored_layers"))
-    ignore = tuple(dict.fromkeys(itertools.chain(*lists)))
-    if size and static:
-        raise _wrong("activation_scheme='static' with weight_block_size; blocks have dynamic inputs")
-    inputs = Inputs("group", size=size[1]) if size else Inputs("tensor", not static)
-    return Layout("fp8", "block" if size else "tensor", size, inputs, exponents, ignore)
-
-
-def _compressed_tensors(found: Mapping[str, Any]) -> Layout:
-    formats = ("float-quantized", "naive-quantized", "mxfp8-quantized")
-    format, groups = _one_of(found, "format", formats), found.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise _wrong("config_groups is missing or empty; it says how the weights are stored")
-    read = [_group(str(name), group, _one_of(group, "format", formats, format)) for name, group in groups.items()]
-    if any(dataclasses.replace(other, targets=read[0].targets) != read[0] for other in read[1:]):
-        raise _wrong("config_groups has groups of different schemes; only one scheme for all layers is supported")
-    status = found.get("quantization_status")
-    return dataclasses.replace(
-        read[0],
-        ignore=_names(found, "ignore"),
-        targets=tuple(target for group in read for target in group.targets),
-        cached=found.get("kv_cache_scheme") is not None,
-        status=None if status is None else str(status),
-    )
-
-
-def _group(name: str, group: Any, format: str) -> Layout:
-    where = f"config_groups.{name}"
-    weights = _float8(group, "weights", where)
-    strategy, size = _one_of(weights, "strategy", ("tensor", "channel", "block", "group")), None
-    if strategy in ("block", "group"):
-        size = _pair(weights, "block_structure") if strategy == "block" else (1, _positive(weights, "group_size"))
-    exponents = format == "mxfp8-quantized"
-    if exponents and (strategy, size) != ("group", (1, 32)):
-        raise _wrong(f"format 'mxfp8-quantized' has groups of 32, and {where} has {strategy} {size}")
-    inputs = None
-    if group.get("input_activations") is not None:
-        given = _float8(group, "input_activations", where)
-        kind, dynamic = _one_of(given, "strategy", ("tensor", "token", "group")), given.get("dynamic")
-        if type(dynamic) is not bool:
-            raise _wrong(f"dynamic={dynamic!r:.20} of {where}.input_activations must be true or false")
-        if not dynamic and kind != "tensor":
-            raise _wrong(f"static inputs have one scale, and {where} has the strategy {kind!r}")
-        inputs = Inputs(kind, dynamic, _positive(given, "group_size") if kind == "group" else 0)
-    if not (targets := _names(group, "targets")):
-        raise _wrong(f"{where} has no targets; engines would quantize nothing")
-    return Layout(_COMPRESSED, strategy, size, inputs, exponents, targets=targets)
-
-
-def _float8(group: Any, key: str, where: str) -> Mapping[str, Any]:
-    scheme = group.get(key) if isinstance(group, Mapping) else None
-    if not isinstance(scheme, Mapping):
-        raise _wrong(f"{where} has no object {key!r}")
-    if (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
-        found = f"num_bits={scheme.get('num_bits')!r:.20}, type={scheme.get('type')!r:.20}"
-        raise _wrong(f"{where}.{key} has {found}; only weights and inputs in 8-bit float are supported")
-    return scheme
-
-
-def _one_of(scheme: Any, key: str, known: tuple[str, ...], default: str | None = None) -> str:
-    value = scheme.get(key) if isinstance(scheme, Mapping) else None
-    value = default if value is None else value
-    if value not in known:
-        raise _wrong(f"{key}={value!r:.60} is unknown; the known ones are {', '.join(map(repr, known))}")
-    return str(value)
-
-
-def _names(scheme: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = scheme.get(key) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise _wrong(f"{key}={names!r:.60} must be a list of names")
-    return tuple(names)
-
-
-def _pair(scheme: Mapping[str, Any], key: str) -> tuple[int, int]:
-    size = scheme.get(key)
-    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
-        return size[0], size[1]
-    raise _wrong(f"{key}={size!r:.60} must be two positive whole numbers, such as [128, 128]")
-
-
-def _positive(scheme: Mapping[str, Any], key: str) -> int:
-    if type(size := scheme.get(key)) is int and size > 0:
-        return size
-    raise _wrong(f"{key}={size!r:.60} must be a positive whole number")
-
-
-def _wrong(problem: str) -> BrokenCheckpoint:
-    return BrokenCheckpoint(CONFIG, problem, KEY)
+    if method == "modelopt" and "*" in entry:
+        return lambda layer: fnmatch.fnmatchcase(layer, entry)
+    if not entry.startswith(REGEX):
+        # The lists of other methods name modules, and mean all layers in them.
+        return lambda layer: layer == entry or (method != "compressed-tensors" and f".{entry}." in f".{layer}.")
+    if len(entry) > _LONGEST_PATTERN:
+        problem = f"a pattern of {len(entry)} characters; at most {_LONGEST_PATTERN} are read: write several"
+        raise BrokenCheckpoint(CONFIG, problem, key)
+    try:
+        return re.compile(entry.removeprefix(REGEX)).match
+    except (re.error, RecursionError, OverflowError) as error:
+        problem = f"{entry!r:.80} is not a regular expression: {error}; correct or remove it"
+        raise BrokenCheckpoint(CONFIG, problem, key) from None
 
 
 # --- Reading a layer, whichever layout wrote it -----------------------------------------------------------------------
@@ -413,6 +322,8 @@ def _in_blocks(
     name: str, scale: np.ndarray, shape: tuple[int, ...], size: tuple[int, int] | None
 ) -> tuple[np.ndarray, tuple[int, int]]:
     rows, columns = shape
+    if scale.ndim == 4 and scale.shape[1::2] == (1, 1):  # as ModelOpt has those of blocks
+        scale = scale[:, 0, :, 0]
     if scale.size == 1 and (size is None or rows * columns == 1 or scale.ndim < 2):
         return scale.reshape(1, 1), (rows, columns)
     if scale.shape in ((rows,), (rows, 1)) and (size is None or scale.ndim == 1):

@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from .._op import Fp8DotGeneral
 from .check import is_fp8
+from .configuration import presented, read_layout
 from .folder import TensorFolder, TensorSpec
-from .layout import E4M3, SCALES, Layout, decode, read_layout
+from .layout import E4M3, SCALES, Layout, decode
 from .scaled_matrix import ScaledMatrix
 
 
@@ -31,6 +32,7 @@ class Tensor:
         layer: The layer itself, if its weight is in FP8 for good.
         index: Which of the op's or the layer's matrices it is.
         is_chosen: Whether it is the weight of a layer that a layout in FP8 quantizes.
+        whole: The name of the array that it is a part of; empty if it is none.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Tensor:
     layer: Any = None
     index: tuple[int, ...] = ()
     is_chosen: bool = False
+    whole: str = ""
 
     @property
     def path(self) -> str:
@@ -80,16 +83,37 @@ def tensors_in(folder: TensorFolder) -> dict[str, Tensor]:
 
     Raises:
         ValueError: If an FP8 weight has no scale, or the configuration is broken.
+        NotSupported: If the layout is not read here.
     """
-    layout = read_layout(folder)
+    layout, folder = read_layout(folder), presented(folder)
     found = {}
     for name, stored in folder.tensors.items():
         if name.rpartition(".")[2] in SCALES:
             continue
-        tensor = Tensor(name, stored.shape, stored.dtype, functools.partial(_read, folder, layout, name))
+        of_layer = None if layout is None else layout.of(name.rpartition(".")[0])
+        tensor = Tensor(name, stored.shape, stored.dtype, functools.partial(_read, folder, of_layer, name))
         if tensor.is_weight and stored.dtype == E4M3 and layout is None:
             raise ValueError(f"{name} is in FP8, and config.json of {folder.directory} has no quantization_config")
-        found[name] = dataclasses.replace(tensor, layout=layout) if tensor.is_weight and is_fp8(stored) else tensor
+        found[name] = dataclasses.replace(tensor, layout=of_layer) if tensor.is_weight and is_fp8(stored) else tensor
+    return found
+
+
+def with_each_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, and beside each array of experts its parts: `experts.3.up_proj.weight` of `experts.up_proj.weight`.
+
+    Args:
+        tensors: Those of a folder.
+    """
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        before, dot, after = name.partition(".experts.")
+        if dot and len(tensor.shape) == 3:
+            for i in range(tensor.shape[0]):
+                part = f"{before}{dot}{i}.{after}"
+                read = functools.partial(tensor.read, index=(i,))
+                found.setdefault(
+                    part, dataclasses.replace(tensor, name=part, shape=tensor.shape[1:], read=read, whole=name)
+                )
     return found
 
 

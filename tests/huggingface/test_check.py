@@ -1,18 +1,32 @@
 """The check of a folder: every good one passes, and in every broken one the fault is named."""
 
 import json
+import re
 
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import HIDDEN, LAYERS, LAYOUTS, LINEAR, checkpoint, file_of, header_of, quantization, quantize, write
+from folders import (
+    HIDDEN,
+    LAYERS,
+    LAYOUTS,
+    LINEAR,
+    checkpoint,
+    file_of,
+    header_of,
+    packed,
+    quantization,
+    quantize,
+    write,
+)
 
 from haliax_fp8._files.strict_json import BrokenCheckpoint
 from haliax_fp8.huggingface.check import check_folder
+from haliax_fp8.huggingface.configuration import NotSupported, layout_of
 from haliax_fp8.huggingface.convert import convert_folder
 from haliax_fp8.huggingface.explain import explain_folder
 from haliax_fp8.huggingface.folder import TensorFolder
-from haliax_fp8.huggingface.layout import layout_of
+from haliax_fp8.huggingface.tensors import tensors_in
 
 
 LAYER = "model.layers.1.self_attn.k_proj"
@@ -179,6 +193,37 @@ def negative(scale):
     return at_first(scale, -scale.reshape(-1)[0])
 
 
+def again(factor, format=ml_dtypes.float8_e4m3fn, limit=448, sizes=1.0):
+    """The weight with a scale of `factor * amax / limit` for each row, in a format's codes, under the label E4M3FN."""
+
+    def change(tensors, config):
+        values = tensors[WEIGHT].astype(np.float64) * tensors[SCALE] * sizes
+        scale = (np.abs(values).max(axis=1, keepdims=True) / limit * factor).astype(np.float32)
+        largest = float(ml_dtypes.finfo(format).max)
+        data = np.clip(values / scale, -largest, largest).astype(format)
+        tensors.update({WEIGHT: data.view(ml_dtypes.float8_e4m3fn), SCALE: scale})
+
+    return change
+
+
+# Half of the weights so small that they are rounded to 0 and -0.
+SMALL = np.where(np.arange(HIDDEN) % 2, 1.0, 1e-7)
+
+
+def tied_head(tensors, config):
+    to_fp8("lm_head")(tensors, config)
+    config["quantization_config"]["ignore"] = []
+    config["tie_word_embeddings"] = True
+
+
+def two_groups(tensors, config):
+    config["quantization_config"]["config_groups"]["group_1"] = dict(group(config))
+
+
+def zeros(name):
+    return put(name, np.zeros_like)
+
+
 # The layout of the good checkpoint, the change, the tensor of the fault, and what it has to say.
 BROKEN = {
     "scale missing": ("FP8_DYNAMIC", lambda t, c: t.pop(SCALE), WEIGHT, "has no"),
@@ -270,13 +315,40 @@ BROKEN = {
         "not a regular expression",
     ),
     "quantization is a list": ("FP8", lambda t, c: c.update(quantization_config=[1]), "quantization_config", "object"),
-    "another ModelOpt": ("modelopt", configured(quant_algo="NVFP4"), "quantization_config", "NVFP4"),
+    "another ModelOpt": ("modelopt", configured(quant_algo="FP9"), "quantization_config", "quant_algo='FP9'"),
     "sizes": ("FP8_DYNAMIC", lambda t, c: c.update(intermediate_size=256), None, "config.json says (256, 128)"),
     "size of a text": ("FP8_DYNAMIC", lambda t, c: c.update(hidden_size="128"), "hidden_size", "whole number"),
     "size negative": ("FP8_DYNAMIC", lambda t, c: c.update(num_hidden_layers=-1), "num_hidden_layers", "whole number"),
     "more blocks": ("FP8_DYNAMIC", lambda t, c: c.update(num_hidden_layers=3), "num_hidden_layers", "model.layers.2"),
     "fewer blocks": ("FP8_DYNAMIC", lambda t, c: c.update(num_hidden_layers=1), "num_hidden_layers", "model.layers.1"),
     "no head": ("FP8_DYNAMIC", lambda t, c: t.pop("lm_head.weight"), "tie_word_embeddings", "lm_head"),
+    "clipped": ("FP8_DYNAMIC", again(1 / 8), WEIGHT, "are 448 or -448"),
+    "clipped a little": ("FP8_DYNAMIC", again(1 / 2), WEIGHT, "are 448 or -448"),
+    "range unused": ("FP8_DYNAMIC", again(64), WEIGHT, "64 times too large"),
+    "codes of fnuz": ("FP8_DYNAMIC", again(1, ml_dtypes.float8_e4m3fnuz, 240, SMALL), WEIGHT, "fnuz"),
+    "scale of overflow": ("FP8_DYNAMIC", put(SCALE, lambda s: at_first(s, 1e38)), SCALE, "reaches inf"),
+    "scale subnormal": ("FP8_DYNAMIC", put(SCALE, lambda s: at_first(s, 1e-40)), SCALE, "2**-126"),
+    "exponent subnormal": ("MXFP8", put(SCALE, np.zeros_like), SCALE, "2**-126"),
+    "input scale subnormal": ("FP8", put(INPUT, lambda s: at_first(s, 1e-40)), INPUT, "NaN or zeros"),
+    "input scale too large": ("FP8", put(INPUT, lambda s: at_first(s, 1e38)), INPUT, "NaN or zeros"),
+    "tied head in FP8": ("FP8_DYNAMIC", tied_head, "lm_head.weight", "tie_word_embeddings"),
+    "weight zero": ("FP8_DYNAMIC", zeros(WEIGHT), WEIGHT, "all of its elements are zero"),
+    "plain weight zero": (None, zeros(WEIGHT), WEIGHT, "all of its elements are zero"),
+    "norm zero": ("FP8_DYNAMIC", zeros("model.norm.weight"), "model.norm.weight", "all of its elements are zero"),
+    "targets of nothing": ("FP8", lambda t, c: group(c).update(targets=["Foo"]), "targets", "bytes for the weights"),
+    "pattern of nothing": (
+        "FP8",
+        lambda t, c: group(c).update(targets=["re:.*q_proj"]),
+        "targets",
+        "and 11 more, which are in FP8",
+    ),
+    "zero points": ("FP8", set_group("weights", symmetric=False), "quantization_config", "symmetric=False"),
+    "bits of a float": ("FP8", set_group("weights", num_bits=8.0), "quantization_config", "num_bits=8.0"),
+    "one group twice": ("FP8", two_groups, "quantization_config", "'Linear' in two groups"),
+    "caches of a text": ("FP8", configured(kv_cache_scheme={"num_bits": "x"}), "quantization_config", "num_bits='x'"),
+    "caches of a number": ("modelopt", configured(kv_cache_scheme=7), "quantization_config", "kv_cache_scheme=7"),
+    "unknown dtype": ("FP8", lambda t, c: c.update(torch_dtype="float7"), "torch_dtype", "float7"),
+    "blocks too large": ("HF_FP8", configured(weight_block_size=[2**70] * 2), "quantization_config", "from 1 to"),
     "layer missing": (None, lambda t, c: t.pop(WEIGHT), WEIGHT, "no file has it"),
 }
 
@@ -287,11 +359,121 @@ def test_every_fault_is_named(tmp_path):
         tensors, config = checkpoint(layout)
         change(tensors, config)
         report = check_folder(write(tmp_path / str(i), tensors, config))
-        found = [error for error in report.errors if tensor in (None, error.tensor) and says in error.problem]
+        found = [error for error in report.errors if tensor in (None, error.tensor) and says in error.line]
         assert found, f"{kind}: {report}"
+        assert all(fault.remedy and fault.line.endswith(fault.remedy) for fault in report.faults), kind
         expected = CONFIG if tensor in ("quantization_config", "ignore", "targets") else None
         assert all(error.file in (CONFIG, "model.safetensors") for error in found), kind
         assert expected is None or found[0].file == expected, kind
+
+
+# The same of remarks.
+REMARKS = {
+    "codes of fnuz": ("FP8_DYNAMIC", again(1, ml_dtypes.float8_e4m3fnuz, 224, SMALL), WEIGHT, "fnuz"),
+    "status": ("FP8_DYNAMIC", configured(quantization_status="frozen"), "quantization_config", "frozen"),
+    "old scale of caches": (
+        "FP8_DYNAMIC",
+        lambda t, c: (
+            configured(kv_cache_scheme={"num_bits": 8, "type": "float"})(t, c),
+            t.update({"model.layers.0.self_attn.kv_scale": np.ones(1, np.float32)}),
+        ),
+        "model.layers.0.self_attn.kv_scale",
+        "k_scale and as v_scale",
+    ),
+    "zeros where norms do not multiply": (
+        None,
+        lambda t, c: (zeros("model.norm.weight")(t, c), c.update(model_type="gemma")),
+        "model.norm.weight",
+        "zero",
+    ),
+}
+
+
+def test_remarks_do_not_break_a_folder(tmp_path):
+    for i, (kind, (layout, change, tensor, says)) in enumerate(REMARKS.items()):
+        tensors, config = checkpoint(layout)
+        change(tensors, config)
+        report = check_folder(write(tmp_path / str(i), tensors, config))
+        assert [(fault.tensor, fault.is_error) for fault in report.faults] == [(tensor, False)], f"{kind}: {report}"
+        assert says in report.faults[0].line, kind
+
+
+def test_weights_of_other_distributions_are_sound(tmp_path):
+    """Of few values, uniform, with many zeros of both signs, with blocks of zeros; and scaled a little too small."""
+    random = np.random.default_rng(0)
+    shape, signs = (64, HIDDEN), random.choice([-1.0, 1.0], (64, HIDDEN))
+    kinds = {
+        "ternary": signs * random.integers(0, 2, shape),
+        "four bits": random.integers(-7, 8, shape) * 1.0,
+        "uniform": random.uniform(-1, 1, shape),
+        "small": random.standard_normal(shape) * SMALL,
+        "a row of zeros": random.standard_normal(shape) * (np.arange(64) < 63)[:, None],
+    }
+    for name, values in kinds.items():
+        for layout in ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"):
+            tensors, config = checkpoint(layout)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                data, scale = quantize(values.astype(ml_dtypes.bfloat16), layout)
+            # Zeros have the smallest scale in E8M0, and any other will do.
+            smallest = np.uint8(0) if layout == "MXFP8" else np.float32(1e-40)
+            tensors[SCALE] = np.where((scale > 0) & (values.any(1, keepdims=True)), scale, smallest).astype(scale.dtype)
+            tensors[SCALE] = tensors[SCALE][:1, :1] if layout == "FP8_BLOCK" else tensors[SCALE]
+            tensors[WEIGHT] = np.nan_to_num(data.astype(np.float32)).astype(data.dtype)
+            report = check_folder(write(tmp_path / f"{name}-{layout}", tensors, config))
+            found = [fault for fault in report.faults if fault.tensor in (WEIGHT, SCALE)]
+            # Zeros that are none of rounding have one sign, as those of FNUZ.
+            assert not any(fault.is_error or "fnuz" not in fault.problem for fault in found), f"{name}: {report}"
+            assert not found or name in ("ternary", "four bits", "a row of zeros"), f"{name}: {report}"
+    tensors, config = checkpoint("FP8_DYNAMIC")
+    again(0.95)(tensors, config)
+    assert not check_folder(write(tmp_path / "clipped", tensors, config)).faults
+
+
+def four_bits(whole, **group):
+    scheme = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}, **group}
+    return {"quant_method": "compressed-tensors", "format": whole, "config_groups": {"group_0": scheme}}
+
+
+# Configurations of layouts that are not read, and what names them.
+UNSUPPORTED = {
+    "mxfp4": {"quant_method": "mxfp4"},
+    "awq": {"quant_method": "awq", "bits": 4},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "hqq": {"quant_method": "hqq"},
+    "compressed-tensors nvfp4-pack-quantized": four_bits("nvfp4-pack-quantized"),
+    "compressed-tensors mxfp4-pack-quantized": four_bits("mixed-precision", format="mxfp4-pack-quantized"),
+    "modelopt NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "fp8 with experts in MXFP4": {"quant_method": "fp8", "expert_dtype": "fp4"},
+    "torchao Int4WeightOnlyConfig": {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}},
+    },
+}
+
+
+def test_layouts_that_are_not_supported(tmp_path):
+    """Their name and a tool are said; what does not depend on the layout is checked; nothing is half imported."""
+    for i, (name, scheme) in enumerate(UNSUPPORTED.items()):
+        tensors, config = packed(checkpoint(None)[1] | {"quantization_config": scheme})
+        folder = write(tmp_path / str(i), tensors, config)
+        report = check_folder(folder)
+        assert report.verdict == "not supported here" and not report.is_sound and not report.faults, report
+        assert report.layout.startswith(name) and report.converter and report.converter in " ".join(str(report).split())
+        shown = " ".join(str(explain_folder(folder)).split())
+        assert report.layout in shown and report.converter in shown and "in integers 14" in shown
+        with pytest.raises(NotSupported, match=re.escape(report.converter)):
+            convert_folder(folder, tmp_path / "new", "BF16")
+        with pytest.raises(NotSupported, match=re.escape(report.converter)):
+            tensors_in(TensorFolder.open(folder))
+    for change, tensor in (
+        (put("model.norm.weight", lambda w: at_first(w, np.nan)), "model.norm.weight"),
+        (put("lm_head.weight", lambda w: w[:, 1:]), "lm_head.weight"),
+        (lambda t, c: c.update(num_hidden_layers=3), "num_hidden_layers"),
+    ):
+        tensors, config = packed(checkpoint(None)[1] | {"quantization_config": UNSUPPORTED["awq"]})
+        change(tensors, config)
+        report = check_folder(write(tmp_path / "broken", tensors, config))
+        assert report.verdict == "broken" and report.layout == "awq" and [f.tensor for f in report.errors] == [tensor]
 
 
 def test_files_that_cannot_be_read_are_faults(tmp_path):

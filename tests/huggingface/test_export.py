@@ -31,7 +31,8 @@ from haliax_fp8.huggingface import (
     serving_tensors,
     thaw,
 )
-from haliax_fp8.huggingface.layout import Inputs, Layout, layout_of, named as layouts
+from haliax_fp8.huggingface.configuration import layout_of
+from haliax_fp8.huggingface.layout import Inputs, Layout, named as layouts
 from haliax_fp8.huggingface.scaled_matrix import quantized
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
 from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig
@@ -136,6 +137,22 @@ def assert_dequantized(tensors, layer, weight, layout):
         scale = np.kron(scale.astype(np.float64), np.ones((128, 128)))[: data.shape[0], : data.shape[1]]
     np.testing.assert_array_equal(weight, (data * scale.astype(np.float64)).astype(np.float32))
     assert ("input_scale" in str(list(tensors))) == layouts[layout].is_static
+
+
+def test_a_changed_bit_is_a_fault_and_no_import(tmp_path):
+    """Wherever it is in the file; `test_files` tries each byte."""
+    model = {"up": eqx.nn.Linear(64, 32, key=jax.random.key(0)), "norm": eqx.nn.LayerNorm(32)}
+    export_model(model, tmp_path / "out")
+    path = tmp_path / "out/model.safetensors"
+    content, random = path.read_bytes(), np.random.default_rng(0)
+    for position in random.integers(len(content), size=40):
+        changed = bytearray(content)
+        changed[position] ^= 1 << random.integers(8)
+        path.write_bytes(changed)
+        errors = check_folder(tmp_path / "out").errors
+        with pytest.raises(ValueError) as error:
+            import_model(tmp_path / "out", model)
+        assert any(str(fault).startswith(str(error.value)) for fault in errors), position
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", (7, 1)), ("float32", (24, 24))])

@@ -6,12 +6,15 @@ import re
 import struct
 import subprocess
 import sys
+import zlib
 
 import ml_dtypes
 import numpy as np
 import pytest
 from folders import BF16, E4M3, checkpoint, config, file_of, header_of, write
+from safetensors import safe_open
 
+from haliax_fp8._files.header import read_header
 from haliax_fp8._files.strict_json import BrokenCheckpoint
 from haliax_fp8.huggingface.folder import TensorFolder, TensorSpec, new_folder, write_tensors
 
@@ -77,7 +80,7 @@ FILES = {
     **{f"header of {n}": (struct.pack("<Q", n) + b"{}", "truncated") for n in (3, 2**40, 2**63, 2**64 - 1)},
     "no JSON": (file_of({}, b"{nothing}"), "not JSON"),
     "a list": (file_of({}, b"[]"), "object"),
-    "deep": (file_of({}, b"[" * 100_000), "deep"),
+    "deep": (file_of({}, b"[" * 300_000), "deep"),
     "deep objects": (file_of({}, b'{"a":' * 100_000), "deep"),
     "not UTF-8": (file_of({}, b'{"\xff": 1}'), "UTF-8"),
     "half a pair": (file_of({}, b'{"\\ud800": 1}'), "Unicode"),
@@ -91,6 +94,10 @@ FILES = {
     "true": (changed(shape=[True]), "b: its shape"),
     "huge": (changed(shape=[2**80]), "b: its shape"),
     "overflowing": (changed(shape=[2**62, 2**62]), "b: its shape"),
+    "overflowing without elements": (
+        file_of({}, b'{"b": {"dtype": "F32", "shape": [0, %d, %d], "data_offsets": [0, 0]}}' % (2**62, 2**62)),
+        "b: its shape [0, ",
+    ),
     "wrong shape": (changed(shape=[6]), "b: its shape"),
     "many axes": (changed(shape=[1] * 99 + [5]), "100 axes"),
     "swapped offsets": (changed(data_offsets=[4, 0]), "b: its data_offsets"),
@@ -127,6 +134,20 @@ def test_tensors_of_unknown_types_are_refused_alone(tmp_path):
         folder["b"]
 
 
+def test_a_named_pipe_is_not_opened(tmp_path):
+    """To open one would wait for ever for somebody to write to it."""
+    path = tmp_path / "model.safetensors"
+    os.mkfifo(path)
+    with pytest.raises(BrokenCheckpoint, match="model.safetensors: it is not a file"):
+        read_header(path)
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("model.safetensors", "model.safetensors.index.json", "config.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(BrokenCheckpoint, match=f"{name}: it is not a file"):
+            TensorFolder.open(tmp_path)
+
+
 SHARDS = {"one.safetensors": ["a.weight", "b"], "two.safetensors": ["a.weight_scale", "one"]}
 
 
@@ -161,6 +182,56 @@ def test_files_end_at_their_limit_and_tensors_begin_at_multiples_of_their_elemen
             for name, entry in header.items():
                 if name != "__metadata__":
                     assert entry["data_offsets"][0] % arrays[int(name)].dtype.itemsize == 0, (limit, name)
+
+
+def test_a_changed_bit_is_found_wherever_it_is(tmp_path):
+    """One in each third byte: of names, shapes, offsets, checksums, their keys, padding and tensors."""
+    tensors = small()
+    specs = [TensorSpec(name, x.dtype, x.shape) for name, x in tensors.items()] + [TensorSpec("é", BF16, (5,))]
+    tensors["é"] = tensors["b"]
+    write_tensors(tmp_path, [([spec], lambda spec=spec: [tensors[spec.name]]) for spec in specs], 10**9)
+    (tmp_path / "config.json").write_text("{}")
+    file, random = tmp_path / "model.safetensors", np.random.default_rng(0)
+
+    def found():
+        folder = TensorFolder.open(tmp_path)
+        return [name for name in folder.tensors if folder.has_changed(name)]
+
+    assert found() == []
+    with safe_open(file, "numpy") as opened:
+        metadata = opened.metadata()
+        listed = json.loads(metadata["haliax_fp8"])["leaves"]
+        # The format is that of saved runs: another reader of it has to find the same.
+        seen = zlib.crc32(tensors["a.weight"].tobytes(), zlib.crc32(b"a.weight F8_E4M3 (4, 6)"))
+        assert metadata["format"] == "pt" and listed["a.weight"] == {"crc32": f"{seen:08x}"}
+        np.testing.assert_array_equal(opened.get_tensor("a.weight_scale"), tensors["a.weight_scale"])
+    content = file.read_bytes()
+    of_tensors = sum(x.nbytes for x in tensors.values())
+    for position in range(0, len(content), 3):
+        changed = bytearray(content)
+        changed[position] ^= 1 << random.integers(8)
+        file.write_bytes(changed)
+        if position >= len(content) - of_tensors:
+            assert len(found()) == 1, position
+            continue
+        with pytest.raises(BrokenCheckpoint):
+            found()
+
+
+def test_checksums_that_do_not_fit_are_refused(tmp_path):
+    """Whoever wrote them: only a header that is as it was can have the right one."""
+    tensors = {"b": small()["b"]}
+    leaves = ("1", "{}", '{"b": 1}', '{"b": {}}', '{"b": {"crc32": 1}}', '{"c": {"crc32": "0"}}')
+    for listed in ("", "[]", "{}", "\ud800", *(f'{{"leaves": {text}}}' for text in leaves)):
+        header = header_of(tensors)
+        described = json.dumps([listed, {"b": ["BF16", [5]]}], ensure_ascii=False).encode(errors="surrogatepass")
+        checksum = f"{zlib.crc32(described):08x}"
+        header["__metadata__"] = {"haliax_fp8": listed, "haliax_fp8_crc32": checksum}
+        with pytest.raises(BrokenCheckpoint, match="index of checksums"):
+            TensorFolder.open(folder_of(tmp_path, file_of(tensors, header)))
+        header["__metadata__"]["haliax_fp8_crc32"] = "0" * 8
+        with pytest.raises(BrokenCheckpoint, match="its header has changed"):
+            TensorFolder.open(folder_of(tmp_path, file_of(tensors, header)))
 
 
 def test_an_index_names_the_files_beside_it_alone(tmp_path):

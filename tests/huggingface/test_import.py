@@ -11,12 +11,15 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from folders import write as write_folder
+from folders import FAMILIES, checkpoint, write as write_folder
 from safetensors.numpy import save_file
+from test_check import BROKEN
 
 from haliax_fp8 import describe, fp8_linear_layers
+from haliax_fp8.checkpoints import BrokenCheckpoint
 from haliax_fp8.huggingface import export_model, import_model, names, thaw
 from haliax_fp8.models import Transformer, TransformerConfig
+from haliax_fp8.recipes.scaling import BlockScaling, RowwiseScaling
 
 
 CONFIG = TransformerConfig(layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, mlp=96, vocab=64)
@@ -41,7 +44,7 @@ def compressed(strategy="channel", **weights):
 
 
 RNG = np.random.default_rng(0)
-DATA = RNG.normal(size=(160, 192)).astype(FP8)
+DATA = (4 * RNG.normal(size=(160, 192))).astype(FP8)
 BLOCKS = compressed("block", block_structure=[128, 128])
 SCALES = {
     "none": (np.float32(0.5), compressed("tensor")),
@@ -49,7 +52,10 @@ SCALES = {
     "out": (RNG.uniform(1, 2, 160).astype(np.float32), compressed()),
     "column": (RNG.uniform(1, 2, (160, 1)).astype(BF16), compressed()),
     "cut blocks": (RNG.uniform(1, 2, (2, 2)).astype(np.float32), BLOCKS),
-    "E8M0 in uint8": (RNG.integers(100, 140, (160, 6)).astype(np.uint8), compressed("group", group_size=32)),
+    "E8M0 in uint8": (
+        RNG.integers(100, 120, (160, 6)).astype(np.uint8),
+        compressed("group", group_size=32) | {"format": "mxfp8-quantized"},
+    ),
     "weight_scale_inv": (
         RNG.uniform(1, 2, (2, 2)).astype(np.float32),
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -65,6 +71,8 @@ def test_shapes_of_scales(case, tmp_path):
     scale, quantization = SCALES[case]
     name = "up.weight_scale_inv" if case == "weight_scale_inv" else "up.weight_scale"
     tensors = {"up.weight": DATA, name: np.asarray(scale)}
+    if case == "modelopt":
+        tensors["up.input_scale"] = np.asarray(np.float32(0.5))
     write(tmp_path / "in", tensors, quantization)
     values = np.asarray(scale)
     values = 2.0 ** (values.astype(np.float64) - 127) if values.dtype == np.uint8 else values.astype(np.float64)
@@ -196,19 +204,19 @@ def test_what_does_not_fit(tmp_path):
     model = linear(192, 160)
     scale = np.ones((160, 1), np.float32)
     cases = {
-        "no scale": ({"up.weight": DATA}, compressed(), r"up\.weight .* has no weight_scale"),
+        "no scale": ({"up.weight": DATA}, compressed(), r"up\.weight: .* has no up\.weight_scale"),
         "not said": ({"up.weight": DATA, "up.weight_scale": scale}, None, "no quantization_config"),
-        "nan": ({"up.weight": DATA, "up.weight_scale": scale * np.nan}, compressed(), r"up\.weight_scale .*: \[nan\]"),
+        "nan": ({"up.weight": DATA, "up.weight_scale": scale * np.nan}, compressed(), r"up\.weight_scale: .*NaN"),
         "infinite": (
             {"up.weight": DATA, "up.weight_scale": scale * np.inf},
             compressed(),
-            r"up\.weight_scale .* positive and finite: \[inf\]",
+            r"up\.weight_scale: .* infinite",
         ),
-        "zero": ({"up.weight": DATA, "up.weight_scale": scale * 0}, compressed(), r"up\.weight_scale .* positive"),
+        "zero": ({"up.weight": DATA, "up.weight_scale": scale * 0}, compressed(), r"up\.weight_scale: .* positive"),
         "shape": (
             {"up.weight": DATA, "up.weight_scale": scale[:5]},
             compressed(),
-            r"up\.weight_scale has shape \(5, 1\)",
+            r"up\.weight_scale: it has shape \(5, 1\)",
         ),
         "transposed": ({"up.weight": DATA.T.copy(), "up.weight_scale": scale[:1]}, compressed("tensor"), "transposed"),
         "missing": ({"down.weight": np.ones((160, 192), BF16)}, None, r"no up\.weight; the nearest are down\.weight"),
@@ -228,7 +236,12 @@ def test_weights_that_overflow_in_the_models_dtype_are_refused(tmp_path):
     plain = np.ones((160, 192), BF16)
     plain[2, 3] = 65536
     write(tmp_path / "plain", {"up.weight": plain})
-    write(tmp_path / "fp8", {"up.weight": DATA, "up.weight_scale": np.full((160, 1), 1e5, np.float32)}, compressed())
+    # One large output is sound, as those of real models are: if all were, the scales would be wrong.
+    scale = np.full((160, 1), 0.1, np.float32)
+    scale[7] = 1e5
+    # The range of E4M3 is used.
+    data = (DATA.astype(np.float32) * 16).astype(FP8)
+    write(tmp_path / "fp8", {"up.weight": data, "up.weight_scale": scale / 16}, compressed())
     for case in ("plain", "fp8"):
         with pytest.raises(ValueError, match=r"^up\.weight is -?\d\S+ at \[\d+.*; load it into"):
             import_model(tmp_path / case, model)
@@ -242,17 +255,132 @@ def test_fp8_data_never_become_numbers_without_their_scales(dtype, weights, tmp_
     data, plain = RNG.normal(size=(160, 192)).astype(dtype), RNG.normal(size=(160, 192)).astype(BF16)
     config = {"quantization_config": compressed()}
     if dtype is not FP8:
-        message = rf"up\.weight is in {name}, but FP8 weights are read in float8_e4m3fn alone; dequantize"
-        for case, described in (("configured", config), ("not said", {})):
+        configured, not_said = (
+            rf"up\.weight: it is in {name}; .* float8_e4m3fn",
+            r"up\.weight: it is in FP8, and config",
+        )
+        for case, described, message in (("configured", config, configured), ("not said", {}, not_said)):
             write_folder(tmp_path / case, {"up.weight": data, "up.weight_scale": scale}, described)
             with pytest.raises(ValueError, match=message):
                 import_model(tmp_path / case, linear(192, 160), weights=weights)
-    model = {"up": eqx.nn.Linear(192, 160, key=jax.random.key(0))}
-    for case, described in (("bias", config), ("bias, not said", {})):
-        write_folder(tmp_path / case, {"up.weight": plain, "up.bias": data[:, 0]}, described)
-        with pytest.raises(ValueError, match=rf"up\.bias is in {name}, and only weights of"):
+    model = {"up": eqx.nn.Linear(192, 160, key=jax.random.key(0)), "down": linear(192, 160)["up"]}
+    messages = "it is in FP8 without a scale" if dtype is FP8 else f"it is in {name}", "it is in FP8, and config"
+    config = {"quantization_config": compressed() | {"ignore": ["up"]}}
+    quantized = {"down.weight": (64 * RNG.normal(size=(160, 192))).astype(FP8), "down.weight_scale": scale}
+    for case, described, message in zip(("bias", "bias, not said"), (config, {}), messages, strict=True):
+        tensors = {"up.weight": plain, "up.bias": data[:, 0], **(quantized if described else {"down.weight": plain})}
+        write_folder(tmp_path / case, tensors, described)
+        with pytest.raises(ValueError, match=rf"up\.bias: {message}"):
             import_model(tmp_path / case, model, weights=weights)
     # What the model does not want is not looked at.
     write_folder(tmp_path / "other", {"up.weight": plain, "other": data}, config)
     loaded = import_model(tmp_path / "other", linear(192, 160), weights=weights, strict=False)["up"]
     np.testing.assert_array_equal(loaded.weight, plain.astype(np.float32))
+
+
+def test_layouts_that_are_only_read(tmp_path):
+    """The same weights by the names and shapes of other libraries; each group of layers as it says."""
+    config = TransformerConfig(layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, mlp=384, vocab=64)
+    model = eqx.filter_eval_shape(lambda: Transformer.init(config, key=jax.random.key(0)))
+    for family, layout in {
+        "fbgemm_fp8, channel": "FP8_DYNAMIC",
+        "modelopt, block": "FP8_BLOCK",
+        "torchao, channel": "FP8_DYNAMIC",
+        "scale_weight, tensor": "FP8_TENSOR",
+    }.items():
+        for name, (tensors, described) in {"same": checkpoint(layout), "other": FAMILIES[family]()}.items():
+            write_folder(tmp_path / name, tensors, described)
+        same, other = (import_model(tmp_path / name, model, names=names.LLAMA) for name in ("same", "other"))
+        assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.tree.leaves, (same, other)))), family
+
+
+def test_groups_of_different_schemes_are_served_each_in_its_own(tmp_path):
+    data, rows = (DATA.astype(np.float32) * 16).astype(FP8), np.full((160, 1), 2.0**-10, np.float32)
+    scales = {"up": rows, "down": np.full((2, 2), 2.0**-9, np.float32)}
+    tensors = {f"{layer}.weight": data for layer in scales}
+    tensors |= {f"{layer}.weight_scale": scale for layer, scale in scales.items()}
+    common = {"num_bits": 8, "type": "float", "dynamic": True}
+    scheme = compressed()
+    scheme["config_groups"]["group_0"]["input_activations"] = {**common, "strategy": "token"}
+    blocks = BLOCKS["config_groups"]["group_0"] | {"targets": ["re:^down$"]}
+    blocks["input_activations"] = {**common, "strategy": "group", "group_size": 64}
+    scheme["config_groups"]["group_1"] = blocks
+    write(tmp_path / "in", tensors, scheme)
+    model = {layer: linear(192, 160)["up"] for layer in scales}
+    served = import_model(tmp_path / "in", model, weights="served")
+    assert isinstance(served["up"].kernel.scheme.input, RowwiseScaling)
+    assert isinstance(served["down"].kernel.scheme.input, BlockScaling)
+    plain = import_model(tmp_path / "in", model)
+    for layer, factor in (("up", 2.0**-10), ("down", 2.0**-9)):
+        np.testing.assert_array_equal(plain[layer].weight, data.astype(np.float32) * np.float32(factor))
+
+
+def test_stacked_experts(tmp_path):
+    """One array for all experts of a block; a model that has fewer of them leaves some unused."""
+    Experts, In, Mlp = hax.make_axes(Experts=3, In=64, Mlp=32)
+    data = (64 * RNG.normal(size=(3, 32, 64))).astype(FP8)
+    scale = RNG.uniform(0.001, 0.002, (3, 32, 1)).astype(np.float32)
+    layer, mapped = "mlp.experts.up_proj", {"up.{e}": "mlp.experts.{e}.up_proj"}
+    write(tmp_path / "in", {f"{layer}.weight": data, f"{layer}.weight_scale": scale}, compressed())
+    init = lambda axis: {"up": hax.nn.MoELinear.init(axis, In, Mlp, use_bias=False, key=jax.random.key(0))}
+    loaded = import_model(tmp_path / "in", init(Experts), names=mapped)["up"]
+    weight = np.asarray(loaded.weight.rearrange((Experts, Mlp, In)).array)
+    np.testing.assert_array_equal(weight, data.astype(np.float32) * scale)
+    frozen = import_model(tmp_path / "in", init(Experts), names=mapped, weights="frozen")
+    thawed = thaw(frozen["up"]).weight.rearrange((Experts, Mlp, In)).array
+    np.testing.assert_array_equal(thawed, weight.astype(BF16).astype(np.float32))
+    with pytest.raises(ValueError, match=r"the model has no array for mlp\.experts\.2\.up_proj\.weight of"):
+        import_model(tmp_path / "in", init(Experts.resize(2)), names=mapped)
+
+
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+SCALE = f"{WEIGHT}_scale"
+
+
+def test_what_the_check_refuses_is_not_imported(tmp_path):
+    """By the check's own error, unless the model has no place for the tensor. Scales of caches are not read."""
+    config = TransformerConfig(layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, mlp=384, vocab=64)
+    model = eqx.filter_eval_shape(lambda: Transformer.init(config, key=jax.random.key(0)))
+    broken = {
+        **BROKEN,
+        "everything ignored": ("FP8", lambda t, c: c["quantization_config"].update(ignore=["re:.*"]), None, ""),
+        "a huge scale": ("FP8_DYNAMIC", lambda t, c: t.update({SCALE: np.full_like(t[SCALE], 1e38)}), None, ""),
+        "a huge size": ("FP8_DYNAMIC", lambda t, c: c.update(hidden_size=2**70), None, ""),
+        "bytes": ("FP8_DYNAMIC", lambda t, c: t.update({WEIGHT: t[WEIGHT].view(np.uint8)}), None, ""),
+        "signed bytes": ("FP8_DYNAMIC", lambda t, c: t.update({WEIGHT: t[WEIGHT].view(np.int8)}), None, ""),
+    }
+    in_other_words = {"cache scale zero", "no quantization_config", "router not ignored"}
+    for i, (case, (layout, change, *_)) in enumerate(broken.items()):
+        tensors, described = checkpoint(layout)
+        change(tensors, described)
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(described))
+        save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / "model.safetensors")
+        if case == "cache scale zero":
+            import_model(folder, model, names=names.LLAMA)
+            continue
+        with pytest.raises(ValueError) as error:
+            import_model(folder, model, names=names.LLAMA)
+        assert isinstance(error.value, BrokenCheckpoint) or case in in_other_words, case
+
+
+def test_whole_numbers_and_scales_that_nothing_reads(tmp_path):
+    """Without a quantization_config, the check cannot know what they are."""
+    plain, scale = RNG.normal(size=(160, 192)).astype(BF16), np.ones((160, 1), np.float32)
+    for dtype in (np.uint8, np.int8, np.int32, np.bool_):
+        write_folder(tmp_path / "whole", {"up.weight": DATA}, {})
+        save_file({"up.weight": plain.astype(np.float32).astype(dtype)}, tmp_path / "whole" / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"^up\.weight is in {np.dtype(dtype)} in the checkpoint.*[dD]equantize"):
+            import_model(tmp_path / "whole", linear(192, 160))
+    for name, says in (
+        ("up.weight_scale", "up.weight_scale: it is a scale, and"),
+        ("down.weight_scale", "no array for"),
+    ):
+        write_folder(tmp_path / "scale", {"up.weight": plain, name: scale}, {})
+        with pytest.raises(ValueError, match=says):
+            import_model(tmp_path / "scale", linear(192, 160))
+    # Not strict, the scale of a layer that the model does not have is not looked at.
+    np.testing.assert_array_equal(
+        import_model(tmp_path / "scale", linear(192, 160), strict=False)["up"].weight, plain.astype(np.float32)
+    )

@@ -127,6 +127,93 @@ def checkpoint(layout):
     return tensors, config() | ({} if layout is None else {"quantization_config": quantization(layout)})
 
 
+def packed(config):
+    """A checkpoint whose linear layers are in integers, as many libraries pack them; with this configuration."""
+    tensors = {}
+    for name, weight in plain().items():
+        if "_proj" in name:
+            tensors[name.replace("weight", "qweight")] = np.zeros((weight.shape[0], weight.shape[1] // 2), np.uint8)
+            tensors[name.replace("weight", "scales")] = np.ones((weight.shape[0], 1), np.float16)
+        else:
+            tensors[name] = weight
+    return tensors, config
+
+
+def stacked_experts():
+    """A checkpoint with all experts of a block in one array, and no other layer in FP8."""
+    random, tensors = np.random.default_rng(0), {"model.embed_tokens.weight": plain()["model.embed_tokens.weight"]}
+    for part, shape in {"up_proj": (64, HIDDEN), "down_proj": (HIDDEN, 64)}.items():
+        pairs = [quantize(random.standard_normal(shape).astype(BF16), "FP8_DYNAMIC") for _ in range(3)]
+        for name, arrays in zip(("weight", "weight_scale"), zip(*pairs, strict=True), strict=True):
+            tensors[f"model.layers.0.mlp.experts.{part}.{name}"] = np.stack(arrays)
+    return tensors, {"quantization_config": quantization("FP8_DYNAMIC") | {"ignore": []}}
+
+
+def in_groups():
+    """A checkpoint whose attention has other scales than its MLPs: in two groups, of which one has patterns."""
+    (rows, config), (blocks, other) = checkpoint("FP8_DYNAMIC"), checkpoint("FP8_BLOCK")
+    groups = [x["quantization_config"]["config_groups"]["group_0"] for x in (config, other)]
+    config["quantization_config"]["config_groups"] = {
+        "group_0": groups[0],
+        "group_1": groups[1] | {"targets": ["re:.*mlp.*"]},
+    }
+    return {name: (blocks if "mlp" in name else rows)[name] for name in rows}, config
+
+
+def _renamed(layout, names, scheme, reshape=lambda scale: scale):
+    tensors, config = checkpoint(layout)
+    found = {}
+    for name, array in tensors.items():
+        layer, _, last = name.rpartition(".")
+        array = reshape(array) if last == "weight_scale" else array
+        if (last := names.get(last, last) if "_proj" in layer else last) is not None:
+            found[f"{layer}.{last}"] = array
+    return found, {name: x for name, x in config.items() if name != "quantization_config"} | scheme
+
+
+def _method(method, **scheme):
+    return {"quantization_config": {"quant_method": method, "modules_to_not_convert": ["lm_head"]} | scheme}
+
+
+def _torchao(kind, *grains):
+    data = {"granularity": [{"_type": grain, "_data": {}} for grain in grains]} if grains else {}
+    return _method("torchao", quant_type={"default": {"_type": kind, "_version": 2, "_data": data}})
+
+
+def _modelopt(algorithm):
+    return {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}}
+
+
+_TORCHAO = {"weight": "_weight_qdata", "weight_scale": "_weight_scale"}
+_COMFY = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
+
+
+def _comfy():
+    tensors, config = _renamed("FP8_TENSOR", _COMFY, {}, lambda scale: scale.reshape(()))
+    return tensors | {"scaled_fp8": np.zeros(2, E4M3)}, config
+
+
+FAMILIES = {
+    "fbgemm_fp8, channel": lambda: _renamed("FP8_DYNAMIC", {}, _method("fbgemm_fp8", activation_scale_ub=1200.0)),
+    "modelopt, channel": lambda: _renamed(
+        "FP8_DYNAMIC", {}, _modelopt("FP8_PER_CHANNEL_PER_TOKEN"), lambda scale: scale.reshape(-1)
+    ),
+    "modelopt, group": lambda: _renamed("MXFP8", {}, _modelopt("MXFP8")),
+    "modelopt, block": lambda: _renamed("FP8_BLOCK", {}, _modelopt("fp8_pb_wo"), lambda scale: scale[:, None, :, None]),
+    "torchao, channel": lambda: _renamed("FP8_DYNAMIC", _TORCHAO, _torchao("Float8WeightOnlyConfig")),
+    "torchao, tensor": lambda: _renamed(
+        "FP8_TENSOR",
+        _TORCHAO | {"input_scale": None},
+        _torchao("Float8DynamicActivationFloat8WeightConfig", "PerTensor", "PerTensor"),
+        lambda scale: scale.reshape(1, 1),
+    ),
+    "scale_weight, tensor": _comfy,
+    "FP8_DYNAMIC and FP8_BLOCK": in_groups,
+    "FP8_DYNAMIC": stacked_experts,
+}
+"""Checkpoints that are read and not written, by the name of their layout."""
+
+
 def header_of(tensors):
     """The header of a safetensors file."""
     header, offset = {}, 0

@@ -1,0 +1,80 @@
+"""Checksums in the metadata of a safetensors file: one for each tensor, and one for the header."""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .header import Stored
+from .strict_json import BrokenCheckpoint, json_object
+
+
+# The index, which has each tensor's checksum, as in the file of a saved run; and the checksum of the index and of the
+# header's tensors. A file has both or neither, so that a changed bit in one of these keys is found too.
+_INDEX, _HEADER = "haliax_fp8", "haliax_fp8_crc32"
+
+FORMAT = {"format": "pt"}
+"""What Transformers wants in the metadata; the only entry that a file may have beside the checksums."""
+
+type Described = Mapping[str, tuple[str, Sequence[int]]]
+"""The safetensors type and the shape of each tensor."""
+
+
+def checksum(name: str, kind: str, shape: Sequence[int], words: Any) -> str:
+    """Eight digits, of the name, the safetensors type, the shape and the bytes of a tensor.
+
+    Args:
+        name: The name.
+        kind: The type.
+        shape: The shape.
+        words: The bytes.
+    """
+    return f"{zlib.crc32(words, zlib.crc32(f'{name} {kind} {tuple(shape)}'.encode())):08x}"
+
+
+def checksum_metadata(checksums: Mapping[str, str], described: Described) -> dict[str, str]:
+    """What the metadata of a file hold of its checksums.
+
+    Args:
+        checksums: Those of the tensors.
+        described: The tensors.
+    """
+    index = to_json({"leaves": {name: {"crc32": value} for name, value in checksums.items()}})
+    return {_INDEX: index, _HEADER: _checksum_of_header(index, described)}
+
+
+def read_checksums(file: str, metadata: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[str, str]:
+    """The checksums of a file's tensors by their names; empty if the file has none.
+
+    Args:
+        file: The name of the file, for errors.
+        metadata: Its metadata.
+        tensors: Its tensors.
+
+    Raises:
+        BrokenCheckpoint: If the header has changed since it was written.
+    """
+    if _INDEX not in metadata and _HEADER not in metadata:
+        return {}
+    index = metadata.get(_INDEX, "")
+    others = {name: value for name, value in metadata.items() if name not in (_INDEX, _HEADER)}
+    described = {name: (stored.type, stored.shape) for name, stored in tensors.items()}
+    if metadata.get(_HEADER) != _checksum_of_header(index, described) or others not in ({}, FORMAT):
+        raise BrokenCheckpoint(file, "its header has changed since it was written; copy the file again")
+    leaves = json_object(index.encode(errors="surrogatepass"), file, what="index of checksums").get("leaves")
+    found: dict[str, str] = {}
+    for name, entry in leaves.items() if isinstance(leaves, dict) else ():
+        if isinstance(entry, dict) and isinstance(value := entry.get("crc32"), str):
+            found[name] = value
+    if found.keys() != tensors.keys():
+        raise BrokenCheckpoint(file, "its index of checksums is not that of its tensors; write the file again")
+    return found
+
+
+def to_json(content: Any) -> str:
+    """JSON with characters as they are: of an escape such as `\\u00e9`, a changed bit may mean the same character."""
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _checksum_of_header(index: str, described: Described) -> str:
+    return f"{zlib.crc32(to_json([index, described]).encode(errors='surrogatepass')):08x}"
