@@ -32,19 +32,19 @@ def checksum(name: str, kind: str, shape: Sequence[int], words: Any) -> str:
     return f"{zlib.crc32(words, zlib.crc32(f'{name} {kind} {tuple(shape)}'.encode())):08x}"
 
 
-def checksum_metadata(checksums: Mapping[str, str], described: Described) -> dict[str, str]:
-    """What the metadata of a file hold of its checksums.
+def index_metadata(index: Mapping[str, Any], described: Described) -> dict[str, str]:
+    """What the metadata of a file hold: an index and the checksum of the header.
 
     Args:
-        checksums: Those of the tensors.
+        index: Under `leaves`, the entry of each tensor with its checksum as `crc32`; and whatever else is recorded.
         described: The tensors.
     """
-    index = to_json({"leaves": {name: {"crc32": value} for name, value in checksums.items()}})
-    return {_INDEX: index, _HEADER: _checksum_of_header(index, described)}
+    text = to_json(index)
+    return {_INDEX: text, _HEADER: _checksum_of_header(text, described)}
 
 
-def read_checksums(file: str, metadata: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[str, str]:
-    """The checksums of a file's tensors by their names; empty if the file has none.
+def read_index(file: str, metadata: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[str, Any]:
+    """The index of a file, compared with its checksum and with the names of the tensors; empty if it has none.
 
     Args:
         file: The name of the file, for errors.
@@ -52,23 +52,27 @@ def read_checksums(file: str, metadata: Mapping[str, str], tensors: Mapping[str,
         tensors: Its tensors.
 
     Raises:
-        BrokenCheckpoint: If the header has changed since it was written.
+        BrokenCheckpoint: If the header has changed since it was written, or the index is not that of the tensors.
     """
     if _INDEX not in metadata and _HEADER not in metadata:
         return {}
-    index = metadata.get(_INDEX, "")
+    text = metadata.get(_INDEX, "")
+    index = json_object(text.encode(errors="surrogatepass"), file, what="index")
+    leaves = index.get("leaves")
+    if not isinstance(leaves, dict):
+        raise BrokenCheckpoint(file, f"its index has {leaves!r:.60} for the leaves; copy the file again")
+    if wrong := sorted(leaves.keys() ^ tensors.keys()):
+        raise BrokenCheckpoint(
+            file, "its index and its tensors do not both have this name; copy the file again", wrong[0]
+        )
     others = {name: value for name, value in metadata.items() if name not in (_INDEX, _HEADER)}
     described = {name: (stored.type, stored.shape) for name, stored in tensors.items()}
-    if metadata.get(_HEADER) != _checksum_of_header(index, described) or others not in ({}, FORMAT):
+    if metadata.get(_HEADER) != _checksum_of_header(text, described) or others not in ({}, FORMAT):
         raise BrokenCheckpoint(file, "its header has changed since it was written; copy the file again")
-    leaves = json_object(index.encode(errors="surrogatepass"), file, what="index of checksums").get("leaves")
-    found: dict[str, str] = {}
-    for name, entry in leaves.items() if isinstance(leaves, dict) else ():
-        if isinstance(entry, dict) and isinstance(value := entry.get("crc32"), str):
-            found[name] = value
-    if found.keys() != tensors.keys():
-        raise BrokenCheckpoint(file, "its index of checksums is not that of its tensors; write the file again")
-    return found
+    for name, entry in leaves.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("crc32"), str):
+            raise BrokenCheckpoint(file, f"its index has {entry!r:.60} for it; copy the file again", name)
+    return index
 
 
 def to_json(content: Any) -> str:

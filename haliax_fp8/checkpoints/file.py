@@ -2,15 +2,13 @@
 
 import contextlib
 import importlib
-import json
 import math
 import os
 import pathlib
 import re
 import struct
 import uuid
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import equinox as eqx
@@ -18,18 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._files.checksums import checksum, index_metadata, read_index, to_json
 from .._files.header import NAMES, Stored, read_header
-from .._files.strict_json import BrokenCheckpoint, json_object
+from .._files.strict_json import BrokenCheckpoint
 from ..layers.checks import check_not_modified, require_tree
 from .checkpoint import HostArrays
 from .names import Leaf, described, is_saved, leaves_of, require_one_each
 from .recipes import Run, from_file, in_file, recipes_of, require_microbatches
 
-
-# The key of the index in the file's metadata: of each leaf its checksum, and its dtype where safetensors has none (then
-# the tensor holds bytes, on one more axis); the recipes of the ops; and the number of microbatches, if that was given.
-# Beside it the checksum of the index and of the header's tensors.
-_KEY, _CHECKSUM = "haliax_fp8", "haliax_fp8_crc32"
 
 # Locks files, which Windows does not need: there, a file that is open cannot be removed.
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
@@ -104,7 +98,7 @@ def open_file(path: pathlib.Path) -> HostArrays:
     try:
         metadata: dict[str, str] = {}
         tensors = read_header(path, metadata)
-        index = _index(path.name, metadata, tensors)
+        index = read_index(path.name, metadata, tensors)
         leaves = index.get("leaves", {})
         entries = {name: _entry(stored, leaves.get(name)) for name, stored in tensors.items()}
         run = _run(path.name, index)
@@ -118,7 +112,7 @@ def open_file(path: pathlib.Path) -> HostArrays:
         stored.require_known()
         # A copy, as the bytes may not be aligned.
         words = np.array(content[stored.offset : stored.offset + stored.bytes])
-        if name in leaves and _checksum(stored.name, stored.type, stored.shape, words) != leaves[name]["crc32"]:
+        if name in leaves and checksum(stored.name, stored.type, stored.shape, words) != leaves[name]["crc32"]:
             raise ValueError(
                 f"{path} is damaged: the bytes of {name} have changed since they were saved; copy it again, or load an "
                 "earlier one"
@@ -150,26 +144,6 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
     return HostArrays({name: described(value) for name, value in arrays.items()}, arrays.__getitem__)
 
 
-def _index(file: str, metadata: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[str, Any]:
-    """The index, compared with its checksum and the names of the tensors; empty if `save` did not write the file.
-
-    Raises:
-        BrokenCheckpoint: If a part of it is missing, or something in it or in the header has changed.
-    """
-    if _KEY not in metadata and _CHECKSUM not in metadata:
-        return {}
-    index = json_object(metadata.get(_KEY, "{}").encode(), file, what="index")
-    leaves = index.get("leaves")
-    if not isinstance(leaves, dict):
-        raise BrokenCheckpoint(file, f"its index has {leaves!r:.60} for the leaves; copy the file")
-    if wrong := sorted(leaves.keys() ^ tensors.keys()):
-        raise BrokenCheckpoint(file, "it is not a leaf that was saved, or is missing; copy the file", wrong[0])
-    described = {name: (stored.type, stored.shape) for name, stored in tensors.items()}
-    if metadata.get(_CHECKSUM) != _checksum_of_header(metadata[_KEY], described):
-        raise BrokenCheckpoint(file, "its header has changed since it was saved; copy it again, or load an earlier one")
-    return index
-
-
 def _run(file: str, index: Mapping[str, Any]) -> Run:
     """What an index records of the run.
 
@@ -183,16 +157,6 @@ def _run(file: str, index: Mapping[str, Any]) -> Run:
         raise BrokenCheckpoint(file, str(error)) from error
 
 
-def _checksum_of_header(index: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> str:
-    """Eight digits, of the index and of the names, safetensors types and shapes of the tensors."""
-    return f"{zlib.crc32(_json([index, tensors])):08x}"
-
-
-def _json(content: Any) -> bytes:
-    # Not as ASCII: escapes may be in capitals or not, and a bit that changes that would go unnoticed.
-    return json.dumps(content, ensure_ascii=False).encode()
-
-
 def _entry(stored: Stored, saved: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a leaf.
 
@@ -203,27 +167,20 @@ def _entry(stored: Stored, saved: Any) -> jax.ShapeDtypeStruct:
     Raises:
         BrokenCheckpoint: If that is not what `save` writes.
     """
-    if saved is None:
+    if saved is None or "dtype" not in saved:
         return jax.ShapeDtypeStruct(stored.shape, stored.dtype)
-    if isinstance(saved, dict) and isinstance(saved.get("crc32"), str):
-        if "dtype" not in saved:
-            return jax.ShapeDtypeStruct(stored.shape, stored.dtype)
-        with contextlib.suppress(TypeError):
-            dtype = jnp.dtype(saved["dtype"])
-            if (stored.dtype, *stored.shape[-1:]) == (np.uint8, dtype.itemsize):
-                return jax.ShapeDtypeStruct(stored.shape[:-1], dtype)
+    with contextlib.suppress(TypeError):
+        dtype = jnp.dtype(saved["dtype"])
+        if (stored.dtype, *stored.shape[-1:]) == (np.uint8, dtype.itemsize):
+            return jax.ShapeDtypeStruct(stored.shape[:-1], dtype)
     raise BrokenCheckpoint(stored.file.name, f"its index has {saved!r:.60} for it; copy the file", stored.name)
-
-
-def _checksum(name: str, kind: str, shape: tuple[int, ...], words: Any) -> str:
-    """Eight digits, of the name, the safetensors type, the shape and the bytes."""
-    return f"{zlib.crc32(words, zlib.crc32(f'{name} {kind} {shape}'.encode())):08x}"
 
 
 def _write(file: BinaryIO, leaves: list[Leaf], run: Run) -> None:
     # The widest elements first: each begins at a multiple of its size, as readers that map the file need.
     leaves = sorted(leaves, key=lambda leaf: -np.dtype(described(leaf.value).dtype).itemsize)
     header: dict[str, Any] = {}
+    # Of each leaf its checksum, and its dtype where safetensors has none: then the tensor is bytes, on one more axis.
     entries: dict[str, dict[str, str]] = {}
     index: dict[str, Any] = {"leaves": entries, "recipes": in_file(run.recipes or {})}
     if run.microbatches is not None:
@@ -240,15 +197,14 @@ def _write(file: BinaryIO, leaves: list[Leaf], run: Run) -> None:
 
     def whole_header() -> bytes:
         described = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
-        text = _json(index).decode()
-        content = _json({"__metadata__": {_KEY: text, _CHECKSUM: _checksum_of_header(text, described)}, **header})
+        content = to_json({"__metadata__": index_metadata(index, described), **header}).encode()
         return content + b" " * (-len(content) % 8)
 
     file.write(struct.pack("<Q", len(whole_header())) + whole_header())
     for leaf in leaves:
         words = np.ascontiguousarray(leaf.value).reshape(-1).view(np.uint8)
         kind, shape = header[leaf.name]["dtype"], header[leaf.name]["shape"]
-        entries[leaf.name]["crc32"] = _checksum(leaf.name, kind, shape, words.data)
+        entries[leaf.name]["crc32"] = checksum(leaf.name, kind, shape, words.data)
         file.write(words.data)
     # Checksums are as long as the zeros that stood for them.
     file.seek(8)

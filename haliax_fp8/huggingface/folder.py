@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .._files.checksums import FORMAT, checksum, checksum_metadata, read_checksums, to_json
+from .._files.checksums import FORMAT, checksum, index_metadata, read_index, to_json
 from .._files.header import NAMES, Stored, read_header
 from .._files.strict_json import BrokenCheckpoint, json_file
 
@@ -126,7 +126,8 @@ def _tensors(paths: list[pathlib.Path], listed: dict[str, str] | None) -> tuple[
     for path in paths:
         metadata: dict[str, str] = {}
         of_file = read_header(path, metadata)
-        checksums |= read_checksums(path.name, metadata, of_file)
+        leaves = read_index(path.name, metadata, of_file).get("leaves", {})
+        checksums |= {name: entry["crc32"] for name, entry in leaves.items()}
         for name, stored in of_file.items():
             if name in tensors:
                 raise BrokenCheckpoint(
@@ -274,10 +275,10 @@ def _write(
         header[spec.name] = entry
         offset += spec.bytes
     described = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
-    checksums = dict.fromkeys(header, "0" * 8)
+    leaves = {name: {"crc32": "0" * 8} for name in header}
 
     def text() -> bytes:
-        content = to_json({"__metadata__": FORMAT | checksum_metadata(checksums, described), **header}).encode()
+        content = to_json({"__metadata__": FORMAT | index_metadata({"leaves": leaves}, described), **header}).encode()
         return content + b" " * (-len(content) % 8)
 
     with path.open("wb") as file:
@@ -290,7 +291,7 @@ def _write(
                         f"{spec.name} is {array.dtype}{array.shape}, announced as {spec.dtype}{spec.shape}: report this"
                     )
                 words = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-                checksums[spec.name] = checksum(spec.name, *described[spec.name], words)
+                leaves[spec.name]["crc32"] = checksum(spec.name, *described[spec.name], words)
                 file.seek(begin + header[spec.name]["data_offsets"][0])
                 file.write(words)
         # As long as the text with zeros instead of checksums.

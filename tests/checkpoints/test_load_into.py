@@ -615,7 +615,7 @@ def test_the_header_needs_its_checksum(tmp_path):
         metadata = file.metadata()
     for wrong in ({**metadata, "haliax_fp8_crc32": "0" * 8}, *({key: metadata[key]} for key in metadata)):
         safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, path, wrong)
-        with pytest.raises(ValueError, match=r"x\.safetensors: its (header has changed|index has None)"):
+        with pytest.raises(ValueError, match=r"x\.safetensors: its (header has changed|index (has None|is not JSON))"):
             load_into(tree, path)
 
 
@@ -633,7 +633,10 @@ def test_a_changed_name_is_not_another_leaf(tmp_path):
     save(tmp_path / "w.safetensors", {"w1": jnp.zeros(3), "w3": jnp.ones(3)})
     content = (tmp_path / "w.safetensors").read_bytes()
     assert content.count(b'"w3"') == 1
-    messages = {b"w7": "w3: it is not a leaf that was saved", b"w1": "w1: its header has this name twice"}
+    messages = {
+        b"w7": "w3: its index and its tensors do not both have this name",
+        b"w1": "w1: its header has this name twice",
+    }
     for name, message in messages.items():
         (tmp_path / "w.safetensors").write_bytes(content.replace(b'"w3"', b'"' + name + b'"'))
         with pytest.raises(ValueError, match=f"w.safetensors.* {message}"):
