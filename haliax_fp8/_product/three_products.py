@@ -28,7 +28,7 @@ from .._numerics.quantized_array import QuantizedArray
 from .._state.record import StateResiduals, in_product, measured_in_product, pack, unpack
 from .._state.table import numbers_of, record_length
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
-from .names import DGRAD, FP4, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
+from .names import DGRAD, FP4, FP8_KERNEL, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
 from .operands import (
     Scales,
     from_residual,
@@ -40,7 +40,7 @@ from .operands import (
     scales_of,
 )
 from .quantized_kernel import KernelCopies, KernelCopy, array_of
-from .spec import ProductSpec
+from .spec import KernelResidual, ProductSpec
 
 
 # What `_fprop` returns of an operand to keep; None for the operand itself.
@@ -123,6 +123,8 @@ def forward(
     # A copy that was made before is an argument too.
     own = kernel if copies is None or copies.dgrad is None else copies.dgrad
     kept_kernel = _kept(own, saved[1], is_kernel=True, rematerialized=rematerialized)
+    if rematerialized and saved[1] is not None and spec.kernel_residual is KernelResidual.KEEP:
+        kept_kernel = checkpoint_name(kept_kernel, FP8_KERNEL)
     return checkpoint_name(out, FP8_OUTPUT), Residuals(kept_input, kept_kernel, kept_record, key)
 
 
@@ -136,7 +138,6 @@ def _kept(x: Any, copy: Residual, *, is_kernel: bool, rematerialized: bool) -> A
     elif rematerialized:
         # Recomputed right before wgrad transposes it: XLA would do both in one launch.
         copy = transposed_separately(copy)
-    # A kernel has no name: it is kept to be quantized again.
     return copy if is_kernel else checkpoint_name(copy, FP8_OPERAND)
 
 
