@@ -10,14 +10,7 @@ from .policies import (
     save_fp8_operands as save_fp8_operands,
     save_nothing_but_fp8 as save_nothing_but_fp8,
 )
-from .rematerialization import rematerialize as rematerialize, restore_rematerialized as restore_rematerialized
-from .rematerialization_rules import (
-    BetweenLayers as BetweenLayers,
-    RematerializationRule as RematerializationRule,
-    WholeCall as WholeCall,
-    default_rematerialization as default_rematerialization,
-    rematerialized as rematerialized,
-)
+from .rematerialized import rematerialized as rematerialized
 from .shared_input import (
     projections as projections,
     separate_input_scales as separate_input_scales,

@@ -24,8 +24,8 @@ _CALLS = {"jit": "jaxpr", "shard_map": "jaxpr", "cond": "branches", "scan": "jax
 def recomputing_in_scans(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The function, to be differentiated: the bodies of its scans recompute elementwise work, with the same values.
 
-    A body stays as it is if it holds a checkpoint, or has effects, such as printing, which would happen twice. Then this
-    looks for scans inside it. The function is traced once, so it may not depend on the values of its argument.
+    A body stays as it is if it holds a checkpoint, or has effects, such as printing, which would happen twice. Scans
+    inside it are still changed. The function is traced, so it may not depend on the values of its argument.
 
     Args:
         function: Takes a tree of arrays; its result may hold anything.

@@ -72,9 +72,10 @@ class RecomputeElementwise(hax.ScanCheckpointPolicy):
 # so may one that JAX adds.
 _ELEMENTWISE = frozenset(
     # Arithmetic and functions of numbers.
-    "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh div eq erf erf_inv erfc exp exp2 expm1 "
-    "floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow rem round rsqrt "
-    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor "
+    "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh div eq erf erf_inv erfc exp exp2 "
+    "expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow rem "
+    "round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh "
+    "xor "
     # Types and shapes.
     "bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p dynamic_slice expand_dims iota "
     "optimization_barrier pad pcast pvary reduce_precision reshape rev slice split squeeze stop_gradient transpose "

@@ -88,8 +88,8 @@ class TrainStep(eqx.Module):
         has_aux: Whether `loss_fn` returns `(loss, aux)`, as in `eqx.filter_value_and_grad`. `aux`, any tree, is then
             `metrics["aux"]`. With microbatches, its arrays have one more leading axis, with the results of each
             microbatch in turn (in a `NamedArray`, the axis "microbatch"): take the mean, the sum or the last, as fits.
-        recompute_in_scans: Whether the bodies of the loss's scans compute elementwise work again in the backward pass, as
-            in `filter_grad`. Turn it off for debuggers, which would see a checkpoint.
+        recompute_in_scans: Whether the bodies of the loss's scans compute elementwise work again in the backward pass,
+            as in `filter_grad`. Turn it off for debuggers, which would see a checkpoint.
         monitor: What to measure in some steps, such as `haliax_fp8.statistics.every(100)`; None measures nothing. Its
             numbers are in `metrics` of these steps. The optimizer's state then counts steps.
 
