@@ -61,7 +61,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from a_third_fewer_bytes_in_microbatches import WAYS, MicrobatchSizes, gradients, in_each, mlp  # noqa: E402
 from flax.linen import fp8_ops  # noqa: E402
-from less_memory_than_bf16 import BF16, SHARED_KEPT, rematerialized  # noqa: E402
+from less_memory_than_bf16 import BF16, SHARED_KEPT  # noqa: E402
 from lib import attention, experts, language_model, output  # noqa: E402
 from lib.language_model import ModelSizes  # noqa: E402
 from lib.libraries import LIBRARIES, Library, in_bf16  # noqa: E402
@@ -69,6 +69,8 @@ from lib.models import STACKS, TINY, Sizes, Stack, llama, loss  # noqa: E402
 from lib.output import Row  # noqa: E402
 from lib.programs import compiled, explained, figures, measure_in_turn, median_of, seconds_of  # noqa: E402
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: E402
+
+from haliax_fp8.memory import rematerialized  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +176,8 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
     def stack(name: str) -> Point:
         builders = {library: partial(blocks, STACKS[name], LIBRARIES[library], plan.blocks) for library in LIBRARIES}
         for how, (joined, library) in REMATERIALIZED.items():
-            plain = llama(joined=joined, stacked=name == SCAN)
-            builders[how] = partial(blocks, plain, rematerialized(library, "local"), plan.blocks)
+            stack = llama(joined=joined, stacked=name == SCAN, between=rematerialized)
+            builders[how] = partial(blocks, stack, library, plan.blocks)
         return Point(name, f"{plan.blocks.llama.layers} blocks", partial(measured_in_turn, builders, plan, None))
 
     ways = {"bf16": (None, in_each)} | {f"haliax_fp8, {name}": ("delayed", way) for name, way in WAYS.items()}
@@ -323,7 +325,7 @@ REMATERIALIZED = {
     "haliax_fp8, rematerialized, shared": (False, SHARED_KEPT),
     "haliax_fp8, rematerialized, q/k/v joined": (True, SHARED_KEPT),
 }
-"""What `less_memory_than_bf16.py` compares by bytes; norms and activations rematerialized, kernels kept."""
+"""Norms and activations rematerialized in the blocks' code, kernels kept."""
 
 
 def blocks(stack: Stack, chosen: Library, sizes: Sizes) -> tuple[Callable[[], Any], Row]:

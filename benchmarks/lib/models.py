@@ -46,35 +46,34 @@ TINY = Sizes(
 """For tests."""
 
 
-RULES = (
-    fp8.memory.BetweenLayers((models.SwiGlu,), before=("gate", "up"), after=("down",), gated=True),
-    *fp8.memory.default_rematerialization,
-)
-"""For `rematerialize`: the blocks' feed-forward layers, beside what it knows."""
-
-
 class Block(eqx.Module):
-    """A block of `haliax_fp8.models` with its norms first.
+    """A block of `haliax_fp8.models` with its norms first, and SwiGLU in its own code, as most people write it.
 
     XLA lays out memory by the order of arguments: another would change the memory that programs need by a few percent.
     """
 
     norms: tuple[Any, Any]
     attention: models.Attention
-    mlp: models.SwiGlu
+    gate: hnn.Linear
+    up: hnn.Linear
+    down: hnn.Linear
     config: TransformerConfig = eqx.field(static=True)
 
     @staticmethod
     def init(config: TransformerConfig, *, key: jax.Array) -> "Block":
         """A block with random weights."""
         block = models.Block.init(config, key=key)
-        return Block((block.attention_norm, block.mlp_norm), block.attention, block.mlp, config)
+        mlp = block.mlp
+        return Block((block.attention_norm, block.mlp_norm), block.attention, mlp.gate, mlp.up, mlp.down, config)
 
     def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
         """Adds both halves' output."""
-        before_attention, before_mlp = map(self.config.between, self.norms)
+        between = self.config.between
+        before_attention, before_mlp = map(between, self.norms)
         x = x + self.attention(before_attention(x))
-        return x + self.mlp(before_mlp(x))
+        h = before_mlp(x)
+        gated = between(lambda gate, up: hnn.silu(gate) * up)
+        return x + self.down(gated(self.gate(h), self.up(h)))
 
 
 @dataclasses.dataclass(frozen=True)

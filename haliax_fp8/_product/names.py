@@ -42,6 +42,9 @@ FP4: Final = "fp4"
 FP8_OPERAND: Final = "fp8_operand"
 """The name that checkpoint policies use for an FP8 product's input, which its backward pass needs."""
 
+FP8_KERNEL: Final = "fp8_kernel"
+"""The name that checkpoint policies use for the FP8 copy of a kernel that is meant to be kept."""
+
 FP8_OUTPUT: Final = "fp8_output"
 """The name that checkpoint policies use for a product's result."""
 

@@ -38,7 +38,7 @@ class KernelResidual(enum.Enum):
     """
 
     def decided(self, *, measures_again: bool, stacked: bool) -> "KernelResidual":
-        """`KEEP` or `REQUANTIZE`, for one layer.
+        """The choice for one layer. Of a stack, `REQUANTIZE_WHERE_CHEAP` keeps, unless a checkpoint recomputes it.
 
         Args:
             measures_again: Whether quantizing again takes another pass over the kernel, for its amax.
@@ -46,7 +46,9 @@ class KernelResidual(enum.Enum):
         """
         if self is not KernelResidual.REQUANTIZE_WHERE_CHEAP:
             return self
-        return KernelResidual.KEEP if measures_again or stacked else KernelResidual.REQUANTIZE
+        if measures_again:
+            return KernelResidual.KEEP
+        return self if stacked else KernelResidual.REQUANTIZE
 
 
 @dataclasses.dataclass(frozen=True)

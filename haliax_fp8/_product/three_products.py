@@ -28,7 +28,7 @@ from .._numerics.quantized_array import QuantizedArray
 from .._state.record import StateResiduals, in_product, measured_in_product, pack, unpack
 from .._state.table import numbers_of, record_length
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
-from .names import DGRAD, FP4, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
+from .names import DGRAD, FP4, FP8_KERNEL, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
 from .operands import (
     Scales,
     from_residual,
@@ -40,7 +40,7 @@ from .operands import (
     scales_of,
 )
 from .quantized_kernel import KernelOperand, QuantizedKernel
-from .spec import ProductSpec
+from .spec import KernelResidual, ProductSpec
 
 
 # What `_fprop` returns of an operand to keep; None for the operand itself.
@@ -129,8 +129,9 @@ def forward(
     if quantized_kernel is not None and quantized_kernel.dgrad is not None:
         kernel = quantized_kernel.dgrad
     elif kernel_for_dgrad is not None:
-        # Without a name: checkpoint policies that keep FP8 operands have kernels quantized again.
         kernel = transposed_separately_on_one(kernel_for_dgrad)
+        if rematerialized and spec.kernel_residual is KernelResidual.KEEP:
+            kernel = checkpoint_name(kernel, FP8_KERNEL)
     return checkpoint_name(out, FP8_OUTPUT), Residuals(input, kernel, packed, key)
 
 

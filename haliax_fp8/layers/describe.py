@@ -28,7 +28,7 @@ from .description import LayerDescription, ModelDescription
 from .only_where_faster import FasterOn
 from .rule import LayerRule, OnlyIfNamed
 from .served import AbstractServedLayer
-from .walk import STACKED, all_ops, find_layers, find_rematerialized, is_op, map_layers_in_stacks, path_string, rule_of
+from .walk import STACKED, all_ops, find_layers, is_op, map_layers_in_stacks, path_string, rule_of
 
 
 def describe(
@@ -116,7 +116,7 @@ def describe(
         rows = [dataclasses.replace(row, unrecorded=()) for row in rows]
     others = tuple(_arrays_outside(model, config_in_use.rules))
     head = _head(rows) if all_ops(model) else ""
-    return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)), others, head)
+    return ModelDescription(tuple(rows), named, predict, others, head)
 
 
 def _require_no_device(config: Any) -> None:

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
@@ -104,7 +104,6 @@ class ModelDescription(Printable):
         layers: The layers, in the order of the tree.
         device: The requested device; if None, `support` refers to the local one.
         predict: The device and tokens that times are predicted for; None if they are not.
-        rematerialized: The modules that `memory.rematerialize` changed: what each is, by path.
         arrays: The floating-point arrays of two or more dimensions that belong to no layer of a known class, by path:
             products with them stay in high precision.
         head: The path of a converted layer that seems to be the head, by its name, or as the last of a list of layers;
@@ -114,7 +113,6 @@ class ModelDescription(Printable):
     layers: tuple[LayerDescription, ...]
     device: Device | None = None
     predict: FasterOn | None = None
-    rematerialized: Mapping[str, str] = dataclasses.field(default_factory=dict)
     arrays: tuple[str, ...] = ()
     head: str = ""
 
@@ -193,12 +191,6 @@ class ModelDescription(Printable):
         return f"Scales: {found}" if found else ""
 
     @property
-    def between(self) -> str:
-        """How many modules between the layers are rematerialized, by kind; empty if none is."""
-        counted = collections.Counter(self.rematerialized.values())
-        return "Rematerialized: " + ", ".join(f"{n} {kind}" for kind, n in counted.items()) if counted else ""
-
-    @property
     def waiting(self) -> str:
         """What is to be done if layers with delayed scaling still have their first scales; empty if none has."""
         known = [layer for layer in self.layers if layer.recorded is not None and not layer.uncalled]
@@ -263,7 +255,7 @@ class ModelDescription(Printable):
         counts = [f"{eight} in FP8"] * bool(eight or not four) + [f"{four} in FP4"] * bool(four)
         first, *more = counts
         count = ", ".join([first.replace(" in", f" of {self.count} linear layers in"), *more])
-        lines = self.estimate, self.note, self.waiting, *self.remarks, self.scales, self.between
+        lines = self.estimate, self.note, self.waiting, *self.remarks, self.scales
         return Group(
             Text(f"{count}{f': {only}' if only else ''}{everywhere}", "bold"),
             self._table(only, with_support=self.device is not None and not everywhere),

@@ -1,6 +1,5 @@
 """Walks over a model's tree: its layers and ops by path, and the patterns that select layers."""
 
-import abc
 import dataclasses
 import fnmatch
 import re
@@ -235,36 +234,3 @@ def _public(cls: type) -> str:
     """The name by which a class is imported: those of Haliax and Equinox are in `nn`."""
     package = cls.__module__.partition(".")[0]
     return f"{package}.nn.{cls.__name__}" if package in ("haliax", "equinox") else f"{cls.__module__}.{cls.__name__}"
-
-
-# --- rematerialized modules
-
-
-class AbstractRematerialized(abc.ABC):
-    """A module that `haliax_fp8.memory.rematerialize` changed; a subclass of the class that it had."""
-
-    @property
-    @abc.abstractmethod
-    def in_short(self) -> str:
-        """What it is, such as `SwiGlu in float32`."""
-
-
-def find_rematerialized(model: Any) -> Iterator[tuple[str, str]]:
-    """The path of every such module in a tree, with what it is.
-
-    Args:
-        model: The tree.
-    """
-    # A module may hold others, so the walk goes on inside each.
-    is_rematerialized = lambda node: isinstance(node, AbstractRematerialized)
-
-    def walk(prefix: tuple[Any, ...], tree: Any) -> Iterator[tuple[str, str]]:
-        is_leaf = lambda node: is_rematerialized(node) and node is not tree
-        for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
-            if is_rematerialized(node):
-                yield path_string((*prefix, *path)), node.in_short
-                yield from walk((*prefix, *path), node)
-
-    if is_rematerialized(model):
-        yield "", model.in_short
-    yield from walk((), model)

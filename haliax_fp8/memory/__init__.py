@@ -4,15 +4,13 @@ from .._product.spec import KernelResidual as KernelResidual
 from .compression import compressed as compressed
 from .join import JoinedLinear as JoinedLinear, join_linear as join_linear, split_linear as split_linear
 from .offload import HostOptimizer as HostOptimizer, HostState as HostState
-from .policies import save_fp8_operands as save_fp8_operands, save_nothing_but_fp8 as save_nothing_but_fp8
-from .rematerialization import rematerialize as rematerialize, restore_rematerialized as restore_rematerialized
-from .rematerialization_rules import (
-    BetweenLayers as BetweenLayers,
-    RematerializationRule as RematerializationRule,
-    WholeCall as WholeCall,
-    default_rematerialization as default_rematerialization,
-    rematerialized as rematerialized,
+from .policies import (
+    RecomputeElementwise as RecomputeElementwise,
+    recompute_elementwise as recompute_elementwise,
+    save_fp8_operands as save_fp8_operands,
+    save_nothing_but_fp8 as save_nothing_but_fp8,
 )
+from .rematerialized import rematerialized as rematerialized
 from .shared_input import (
     projections as projections,
     separate_input_scales as separate_input_scales,

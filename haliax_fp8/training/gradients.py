@@ -18,11 +18,13 @@ from .._jax.errors import (
 )
 from .._jax.max_grad import LOST_STATE, StateOutsideJit, is_max_grad, to_float32
 from .._jax.used import UsedArguments, depends_on, tagged
+from .._numerics.checks import require_bool
 from .._product.quantized_kernel import QuantizedKernel
 from .._state.op_state import OpState, OverwriteWithGradient, is_state
 from .._state.update import complete_states, record_states, records_of_part
 from ..layers.checks import require_calibrated
 from ..layers.describe import with_calls, with_calls_of
+from ..memory.in_scans import recomputing_in_scans
 from .step_arguments import require_model_first
 
 
@@ -121,7 +123,9 @@ def _explanation(error: Exception) -> str:
     )
 
 
-def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+def filter_grad(
+    function: Callable[..., Any], *, has_aux: bool = False, recompute_in_scans: bool = True
+) -> Callable[..., Any]:
     """`eqx.filter_grad` whose state gradients are exact maxima over all uses of a layer.
 
     Inside the differentiated function, state is a record of scales in the element type `fp32_max_grad`. If a layer is
@@ -138,9 +142,15 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
     must not be lost unnoticed. If it raises an error, a plain gradient is traced to find out whether state is the
     reason.
 
+    In compiled programs, the bodies of the loss's scans compute elementwise work again in the backward pass, and keep
+    everything else. Otherwise they would stack what norms and activations compute on the way, which takes more memory
+    and more time than computing it. Values stay the same. A body that has a checkpoint stays as it is.
+
     Args:
         function: `function(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`.
         has_aux: As in `eqx.filter_grad`.
+        recompute_in_scans: Whether the bodies of scans recompute elementwise work. Turn it off for forward-mode
+            differentiation of the gradient, and for debuggers, which would see a checkpoint.
 
     Returns:
         A function with the same arguments that returns the gradients, `(gradients, aux)` with `has_aux`.
@@ -157,7 +167,7 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
         [3.0, 4.0]
     """
 
-    value_and_grad = filter_value_and_grad(function, has_aux=has_aux)
+    value_and_grad = filter_value_and_grad(function, has_aux=has_aux, recompute_in_scans=recompute_in_scans)
 
     @calls_users_function
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,12 +177,15 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
     return take
 
 
-def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+def filter_value_and_grad(
+    function: Callable[..., Any], *, has_aux: bool = False, recompute_in_scans: bool = True
+) -> Callable[..., Any]:
     """`eqx.filter_value_and_grad` whose state gradients are exact maxima; see `filter_grad`.
 
     Args:
         function: `function(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`.
         has_aux: As in `eqx.filter_value_and_grad`.
+        recompute_in_scans: As in `filter_grad`.
 
     Returns:
         A function with the same arguments that returns `(value, gradients)`.
@@ -180,10 +193,12 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
     Raises:
         ValueError: When called, as in `filter_grad`; or if the function is a model that was given a loss.
     """
-    return _value_and_grad(function, complete_states, has_aux=has_aux)
+    return _value_and_grad(function, complete_states, has_aux=has_aux, recompute_in_scans=recompute_in_scans)
 
 
-def value_and_grad_of_part(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad_of_part(
+    function: Callable[..., Any], *, has_aux: bool = False, recompute_in_scans: bool = True
+) -> Callable[..., Any]:
     """`filter_value_and_grad` for one of several parts of a batch: state has what the part measured, in records.
 
     Accumulate the gradients of all parts, then call `with_complete_states`: histories are computed once, and a part
@@ -192,8 +207,9 @@ def value_and_grad_of_part(function: Callable[..., Any], *, has_aux: bool = Fals
     Args:
         function: As in `filter_value_and_grad`.
         has_aux: As in `filter_value_and_grad`.
+        recompute_in_scans: As in `filter_grad`.
     """
-    return _value_and_grad(function, records_of_part, has_aux=has_aux)
+    return _value_and_grad(function, records_of_part, has_aux=has_aux, recompute_in_scans=recompute_in_scans)
 
 
 def with_complete_states[G](model: Any, gradients: G) -> G:
@@ -217,11 +233,13 @@ class _ValueAndGrad(eqx.Module):
         function: As in `filter_value_and_grad`.
         complete: Takes states and their gradients, which are records, and returns the gradients to hand on.
         has_aux: As in `filter_value_and_grad`.
+        recompute_in_scans: As in `filter_grad`.
     """
 
     function: Callable[..., Any]
     complete: Callable[[list[OpState], list[Any]], list[Any]]
     has_aux: bool
+    recompute_in_scans: bool
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_quantized_kernel)
@@ -253,6 +271,9 @@ class _ValueAndGrad(eqx.Module):
 
         differentiated, rest = parts_with(record_states(states))
         loss = functools.partial(of, rest=rest, reached=reached)
+        # Outside of compiled programs the loss may depend on values, and is not traced.
+        if self.recompute_in_scans and any(isinstance(x, Tracer) for x in jax.tree.leaves((leaves, args, kwargs))):
+            loss = recomputing_in_scans(loss)
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
         value, gradients = jax.value_and_grad(loss, has_aux=self.has_aux, allow_int=True)(differentiated)
         used = None
@@ -266,9 +287,14 @@ class _ValueAndGrad(eqx.Module):
 
 
 def _value_and_grad(
-    function: Callable[..., Any], complete: Callable[[list[OpState], list[Any]], list[Any]], *, has_aux: bool
+    function: Callable[..., Any],
+    complete: Callable[[list[OpState], list[Any]], list[Any]],
+    *,
+    has_aux: bool,
+    recompute_in_scans: bool,
 ) -> Callable[..., Any]:
-    gradients_of = _ValueAndGrad(function, complete, has_aux)
+    require_bool("recompute_in_scans", recompute_in_scans, of="filter_grad")
+    gradients_of = _ValueAndGrad(function, complete, has_aux, recompute_in_scans)
     plain = eqx.filter_grad(function, has_aux=has_aux)
 
     @calls_users_function

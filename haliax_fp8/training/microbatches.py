@@ -287,6 +287,7 @@ def gradients_of_batch(
     *,
     reduction: ReduceOnce | None,
     has_aux: bool,
+    recompute_in_scans: bool,
 ) -> BatchGradients:
     """Loss and gradients.
 
@@ -297,6 +298,7 @@ def gradients_of_batch(
         count: The number of microbatches.
         reduction: How gradients are reduced over devices; None leaves it to XLA.
         has_aux: Whether the loss also returns auxiliary results.
+        recompute_in_scans: As in `filter_grad`.
     """
 
     def loss_of_part(model: Any, inputs: StepInput) -> Any:
@@ -306,11 +308,12 @@ def gradients_of_batch(
         return loss_and_aux(returned) if has_aux else (scalar_loss(returned), None)
 
     devices = None if reduction is None else DeviceParts(reduction)
+    choices = {"has_aux": True, "recompute_in_scans": recompute_in_scans}
     if count == 1 and devices is None:
-        (loss, aux), gradients = filter_value_and_grad(loss_of_part, has_aux=True)(model, inputs)
+        (loss, aux), gradients = filter_value_and_grad(loss_of_part, **choices)(model, inputs)
         return BatchGradients(loss, aux, *split_state(gradients))
 
-    value_and_grad = value_and_grad_of_part(loss_of_part, has_aux=True)
+    value_and_grad = value_and_grad_of_part(loss_of_part, **choices)
 
     def microbatch(inputs: StepInput) -> tuple[Array, Any, Any]:
         if devices is None:

@@ -88,6 +88,8 @@ class TrainStep(eqx.Module):
         has_aux: Whether `loss_fn` returns `(loss, aux)`, as in `eqx.filter_value_and_grad`. `aux`, any tree, is then
             `metrics["aux"]`. With microbatches, its arrays have one more leading axis, with the results of each
             microbatch in turn (in a `NamedArray`, the axis "microbatch"): take the mean, the sum or the last, as fits.
+        recompute_in_scans: Whether the bodies of the loss's scans compute elementwise work again in the backward pass,
+            as in `filter_grad`. Turn it off for debuggers, which would see a checkpoint.
         monitor: What to measure in some steps, such as `haliax_fp8.statistics.every(100)`; None measures nothing. Its
             numbers are in `metrics` of these steps. The optimizer's state then counts steps.
 
@@ -119,11 +121,18 @@ class TrainStep(eqx.Module):
     reduce_gradients: ReduceOnce | None = eqx.field(default=None, static=True)
     rules: tuple[LayerRule, ...] = eqx.field(default=default_rules, static=True)
     has_aux: bool = eqx.field(default=False, static=True)
+    recompute_in_scans: bool = eqx.field(default=True, static=True)
     monitor: Monitor | None = eqx.field(default=None, static=True)
 
     def __check_init__(self) -> None:
         require_loss_and_optimizer(self.loss_fn, self.optimizer)
-        require_choices(microbatches=self.microbatches, donate=self.donate, has_aux=self.has_aux, monitor=self.monitor)
+        require_choices(
+            microbatches=self.microbatches,
+            donate=self.donate,
+            has_aux=self.has_aux,
+            recompute_in_scans=self.recompute_in_scans,
+            monitor=self.monitor,
+        )
         require_reduction(self.reduce_gradients)
         # Raises a ValueError unless they are rules.
         Fp8Config(rules=self.rules)
@@ -350,7 +359,13 @@ def _gradients(step: TrainStep, inputs: StepInput, model: Any) -> tuple[BatchGra
         gather = step.quantize_kernels is KernelQuantization.GATHERED_ONCE
         evaluated = quantize_kernels(evaluated, Fp8Config(rules=step.rules), gather=gather)
     gradients = gradients_of_batch(
-        step.loss_fn, evaluated, inputs, step.microbatches, reduction=step.reduce_gradients, has_aux=step.has_aux
+        step.loss_fn,
+        evaluated,
+        inputs,
+        step.microbatches,
+        reduction=step.reduce_gradients,
+        has_aux=step.has_aux,
+        recompute_in_scans=step.recompute_in_scans,
     )
     if step.monitor is None:
         return gradients, None

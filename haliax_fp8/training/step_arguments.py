@@ -61,7 +61,7 @@ def require_model_first(model: Any, loss_fn: Any, call: str) -> None:
         )
 
 
-def require_choices(*, microbatches: Any, donate: Any, has_aux: Any, monitor: Any) -> None:
+def require_choices(*, microbatches: Any, donate: Any, has_aux: Any, recompute_in_scans: Any, monitor: Any) -> None:
     """Raises a ValueError unless a step's choices are of the kinds that they must be."""
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(
@@ -70,6 +70,7 @@ def require_choices(*, microbatches: Any, donate: Any, has_aux: Any, monitor: An
         )
     require_bool("donate", donate, of="TrainStep")
     require_bool("has_aux", has_aux, of="TrainStep")
+    require_bool("recompute_in_scans", recompute_in_scans, of="TrainStep")
     if monitor is not None and not isinstance(monitor, Monitor):
         raise ValueError(
             f"monitor={monitor!r} does not say when to measure; use haliax_fp8.statistics.every(100), or None"

@@ -117,7 +117,6 @@ TAKES_A_DEVICE = {
     "supported": lambda device: haliax_fp8.recipes.supported("delayed", device),
     "describe": lambda device: haliax_fp8.describe(eqx.nn.Linear(16, 16, key=jax.random.key(0)), device=device),
     "FasterOn": lambda device: haliax_fp8.layers.FasterOn(device, tokens=8192),
-    "rematerialize": lambda device: haliax_fp8.memory.rematerialize({}, device=device),
 }
 
 

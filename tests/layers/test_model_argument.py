@@ -35,7 +35,6 @@ OF_LAYERS = {
     "fp8_linear_layers(module)": fp8.fp8_linear_layers,
     "restore_linear_layers(module)": fp8.restore_linear_layers,
     "describe(model)": fp8.describe,
-    "rematerialize(model)": memory.rematerialize,
     "share_input_scales(model)": memory.share_input_scales,
     "quantize_for_inference(model, scheme)": serving.quantize_for_inference,
     "compare(plain, converted, function, *batch)": lambda model: statistics.compare(MODEL, model, loss_fn, X),
@@ -48,7 +47,6 @@ OF_LAYERS = {
 OF_TREES = {
     "thaw(model)": huggingface.thaw,
     "quantize_kernels(model)": fp8.quantize_kernels,
-    "restore_rematerialized(model)": memory.restore_rematerialized,
     "separate_input_scales(model)": memory.separate_input_scales,
     "dequantize(model)": serving.dequantize,
     "serving_mismatch(train_model, served, batch)": lambda model: serving.serving_mismatch(MODEL, model, X),

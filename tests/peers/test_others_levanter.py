@@ -35,7 +35,6 @@ from haliax_fp8 import (
     fp8_linear_layers,
     restore_linear_layers,
 )
-from haliax_fp8.memory import rematerialize
 
 
 # The warnings are Levanter's. Each test compiles a model, some of them twice.
@@ -215,20 +214,3 @@ def test_layer_whose_output_axes_are_on_no_mesh_axis(one_device):
     In, Out, Token = hax.make_axes(input=8, output=4, token=2)
     layer = fp8_linear_layers(hax.nn.Linear.init(In, Out, key=KEY))
     assert eqx.filter_jit(layer)(hax.ones((Token, In))).axes == (Token, Out)
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_rematerialized_from_outside(name, one_device):
-    options = {"n_routed_experts": 4, "num_experts_per_tok": 2} if name == "mixtral" else {}
-    model, tokens = language_model(name, **options)
-    model = fp8_linear_layers(model, Fp8Config(exclude=HEAD))
-    changed = rematerialize(model)
-    found = describe(changed).rematerialized
-    assert set(found.values()) == {"RmsNorm", "LlamaMlp" if name == "llama" else "MixtralMoEMlp"}
-    plain, converted = (state_dicts.to_torch_compatible_state_dict(m) for m in (model, changed))
-    assert plain.keys() == converted.keys()
-    gradient, example = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn)), examples(tokens)
-    expected, actual = (jax.tree.leaves(gradient(m, example)) for m in (model, changed))
-    for a, b in zip(actual, expected, strict=True):
-        # XLA fuses otherwise, and an element may round to the next FP8 number.
-        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * float(abs(b).max()))

@@ -31,8 +31,10 @@ FLOORS = (
     ("_op",),
     # Models; and proof before purchase, which needs no model.
     ("_einsum", "layers", "preflight", "models"),
+    # What is kept for the backward pass.
+    ("memory",),
     # The loop.
-    ("training", "memory", "sharding", "ops"),
+    ("training", "sharding", "ops"),
     # What became of its numbers; the model for inference.
     ("statistics", "serving"),
     # Folders of others and for others; pictures.
