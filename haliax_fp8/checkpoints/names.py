@@ -50,7 +50,8 @@ def with_leaves(tree: Any, values: list[Any]) -> Any:
     nodes, structure = jax.tree.flatten(tree, is_leaf=is_whole)
 
     def replaced(node: Any, value: Any) -> Any:
-        if value is None:
+        # A named array holds no array, but Optax's `MaskedNode`, where an optimizer leaves a parameter out.
+        if value is None or (isinstance(node, hax.NamedArray) and value is node.array):
             return node
         if isinstance(node, OpState):
             return node.with_array(value)

@@ -128,6 +128,12 @@ class HostOptimizer(eqx.Module):
         """Which leaves of a stack's state have an entry per layer: those with one more axis than a layer's own."""
         layer = {name: jax.ShapeDtypeStruct(x.shape[1:], jnp.float32) for name, x in group.items()}
         layer_state = jax.eval_shape(self.optimizer.init, layer)
+        if jax.tree.structure(state) != jax.tree.structure(layer_state):
+            raise ValueError(
+                "optimizer stores the state of one layer otherwise than that of a stack, as quantized_state does if "
+                "min_size lies between their numbers of elements; use quantized_state(..., min_size=0) and choose with "
+                "where="
+            )
         return jax.tree.map(lambda whole, part: whole.shape == (size, *part.shape), state, layer_state)
 
     def _with_layers_on_host(self, size: int, group: Mapping[str, Any], state: Any) -> Any:

@@ -27,6 +27,7 @@ from ..layers.checks import (
 )
 from ..layers.describe import with_calls_of
 from ..layers.quantized_kernels import require_no_quantized_kernels, without_quantized_kernels
+from .quantized_state import with_moments_of
 
 
 def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
@@ -331,22 +332,28 @@ def _is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact) if is_abstract else eqx.is_inexact_array(leaf)
 
 
-def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) -> PyTree:
+def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any, *, optimizer: Any = None) -> PyTree:
     """An optimizer's state for a model that was converted, or converted back, during training.
 
     Conversion does not change parameters, but it changes the type of a layer's product, and with it the tree that
     moments are stored in. This function puts the same moments into the new model's tree.
 
+    With `optimizer`, it also changes the precision of the moments, from float32 to the FP8 of `quantized_state` or the
+    reverse; `old_model` and `new_model` may then be the same.
+
     Args:
         opt_state: The optimizer's state for `old_model`.
         old_model: The model before `fp8_linear_layers` or `restore_linear_layers`.
         new_model: The model after it.
+        optimizer: The optimizer that goes on, which differs from the earlier one in `quantized_state` alone; None if it
+            is the same.
 
     Returns:
         The state, in which every tree with the old model's structure has the new model's instead.
 
     Raises:
-        ValueError: If the models' parameters differ in number, shape or dtype, or `opt_state` is not `old_model`'s.
+        ValueError: If the models' parameters differ in number, shape or dtype, or `opt_state` is not `old_model`'s or
+            not `optimizer`'s.
 
     Example:
         >>> step, fp8_model = TrainStep(loss_fn, optax.adamw(1e-3)), fp8_linear_layers(model)
@@ -386,4 +393,5 @@ def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) 
     def transfer(node: Any) -> Any:
         return node if (old_parts := parts(node)) is None else jax.tree.unflatten(new_structure, old_parts)
 
-    return jax.tree.map(transfer, opt_state, is_leaf=is_model_tree)
+    transferred = jax.tree.map(transfer, opt_state, is_leaf=is_model_tree)
+    return transferred if optimizer is None else with_moments_of(optimizer, transferred, new)
