@@ -86,14 +86,14 @@ def quantized_state(
     to see why. Initialise outside `jit` if parameters are divided over devices: inside, the parts are known only on a
     mesh with explicit axes.
 
-    **How.** COAT (arXiv:2410.19313, section 4.2, "dynamic range expansion"), for first and second moments alike: each
-    block of 128 elements along the last axis has a `scale`, its largest magnitude, and an exponent `k`, and stores
+    **How.** COAT (arXiv:2410.19313, "dynamic range expansion"), for first and second moments alike: each block of 128
+    elements along the last axis has a `scale`, its largest magnitude, and an exponent `k`, and stores
     `q = sign(x) * (|x| / scale)**k * 448` in E4M3. The exponent maps the block's range to E4M3's:
 
         k = log(448 / 2**-6) / log(max |x| / min |x|), at most 16
 
     Scale and exponent keep the array's rank, with one element per block, so that they can have its sharding. This
-    differs from COAT in two points, because an optimizer adds little to its state at a time:
+    differs from COAT in two points:
 
     - The minimum is over nonzero elements, and E4M3's range is that of its normal values. So no nonzero element becomes
       zero, not even a second moment `1e-30` beside one of 1, and neighboring values of `q` stand for values of `x` at
@@ -103,6 +103,10 @@ def quantized_state(
       `(x - lo) / (hi - lo)`, so its mean is `x`. To nearest, `0.999 * v` would round to `v` again, and a second moment
       could change only with the scale of its block. Random bits are a hash of the step, the array and the element, so a
       resumed run takes the same ones.
+
+    **While an update runs**, XLA keeps the new moments of one array at a time in float32, between the reduction that
+    measures its blocks and the rounding: 8 bytes per element of the largest array, with two moments. In a stack of
+    layers, that array holds all layers.
 
     Args:
         optimizer: Any Optax optimizer, also one made of `optax.chain`, `optax.masked` or `optax.multi_transform`; it
