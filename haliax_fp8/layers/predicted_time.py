@@ -119,7 +119,7 @@ class LayerWork:
         return [self.recipe.uses[operand, name] for name in USES[operand] if self._is_fp8(name)]
 
     def _is_fp8(self, product: ProductName) -> bool:
-        return self.recipe.products[product][0].scaling.quantizes
+        return product in self.recipe.quantized_products
 
     def _is_in_blocks(self, product: ProductName) -> bool:
         return any(quantization.scaling.units is MX_UNITS for quantization in self.recipe.products[product])

@@ -92,11 +92,11 @@ def log_cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]
 
 
 def _quantizes(recipe: Recipe) -> bool:
-    return any(operands[0].scaling.quantizes for operands in recipe.products.values())
+    return bool(recipe.quantized_products)
 
 
 def _quantizes_gradients(recipe: Recipe) -> bool:
-    return any(recipe.products[name][0].scaling.quantizes for name in ("dgrad", "wgrad"))
+    return any(name in recipe.quantized_products for name in ("dgrad", "wgrad"))
 
 
 def _is_block_scaled(recipe: Recipe) -> bool:

@@ -87,7 +87,7 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
     device = Device.default() if device is None else Device.of(device, of="supported")
     if device.emulates:
         return Support(device, Outcome.EMULATED, "a CPU has no FP8 units; products are computed with the same rounding")
-    products = {name: operands for name, operands in recipe.products.items() if operands[0].scaling.quantizes}
+    products = {name: recipe.products[name] for name in recipe.quantized_products}
     lacking: dict[str, list[str]] = {}
     for name, operands in products.items():
         if (reason := _lacking(operands, device)) is not None:
