@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import equations, float64
+from helpers import equations, float64, unchecked
 
 import haliax_fp8 as fp8
 from haliax_fp8.recipes import HighPrecision, MXFP8Scaling, Quantization, by_name, named
@@ -120,7 +120,7 @@ def test_only_the_operands_of_fprop_are_read_again():
     for field in ("kernel_for_dgrad", "input_for_wgrad"):
         with pytest.raises(ValueError, match=r"forward_only\(dequantized=True\)"):
             dataclasses.replace(recipe, **{field: square})
-    with pytest.raises(ValueError, match="dequantized='yes'"):
+    with unchecked(), pytest.raises(ValueError, match="dequantized='yes'"):
         mx.forward_only(dequantized="yes")
 
 
