@@ -181,6 +181,14 @@ def transposed_once(x: Array, order: tuple[int, ...]) -> Array:
     return lax.optimization_barrier(as_it_is(lax.transpose(lax.optimization_barrier(as_it_is(x)), order)))
 
 
+def transposed_in_bytes(data: Array) -> Array:
+    """Quantized data that a library's call reads with another axis last: they are transposed as they are stored.
+
+    Otherwise XLA gives the call's layout to everything that they are computed from, and transposes that in bfloat16.
+    """
+    return lax.optimization_barrier(with_layout_constraint(data, Layout(major_to_minor=tuple(range(data.ndim)))))
+
+
 def force_cast(x: Array) -> Array:
     """A value in a narrow format that is about to be converted back.
 

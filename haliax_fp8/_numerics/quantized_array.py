@@ -23,6 +23,9 @@ type Cast = Callable[[Array], Array]
 # What hardware and XLA's scaled dot take: one E8M0 scale for 32 elements along the contraction.
 MX_BLOCK = 32
 
+# The same for NVFP4: one E4M3 scale for 16 elements.
+NV_BLOCK = 16
+
 
 class QuantizedArray(eqx.Module):
     """An array in a low-precision format: `x ≈ data * scale`.
@@ -39,6 +42,9 @@ class QuantizedArray(eqx.Module):
         scale_bits: The largest number of significant bits of any scale: 1 if all are powers of two, which multiply
             without rounding; 4 if the product of two scales is exact in bfloat16; 24 for any float32.
         rotation: The rotation applied to the values before they were quantized.
+        tensor_scale: Of scales in two levels the one of the whole tensor, or of each member, with the rank of `data`:
+            `scale / tensor_scale` is a value of E4M3, up to the rounding of `scale`. `scale` includes it.
+        tensor_scale_bits: The largest number of significant bits of `tensor_scale`.
 
     Raises:
         ValueError: If the shapes break the rule.
@@ -54,6 +60,8 @@ class QuantizedArray(eqx.Module):
     block: tuple[int, ...] | None = eqx.field(static=True, default=None)
     scale_bits: int = eqx.field(static=True, default=24)
     rotation: Rotation | None = eqx.field(static=True, default=None)
+    tensor_scale: Float32[Array, "*ones"] | None = None
+    tensor_scale_bits: int = eqx.field(static=True, default=24)
 
     def __check_init__(self) -> None:
         if self.scale.ndim:
@@ -117,6 +125,17 @@ def in_mx_blocks(x: QuantizedArray, contracted: int) -> bool:
         contracted: The last axis that a product sums over.
     """
     return x.scale_bits == 1 and x.block is not None and x.block[contracted] % MX_BLOCK == 0 and x.data.size > 0
+
+
+def in_nv_blocks(x: QuantizedArray, contracted: int) -> bool:
+    """Whether scales are those of NVFP4: values of E4M3 times a scale of the tensor, for blocks of 16 along an axis.
+
+    Args:
+        x: An operand, which may be abstract. Without elements it has no blocks to give to the hardware.
+        contracted: The last axis that a product sums over.
+    """
+    has_tensor_scale = x.tensor_scale is not None
+    return has_tensor_scale and x.block is not None and x.block[contracted] == NV_BLOCK and x.data.size > 0
 
 
 def expand(

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -155,24 +156,31 @@ class Rotation:
         """The number of zeros that pad the axis."""
         return -self.length % GROUP
 
-    def apply(self, x: Float[Array, "*shape"]) -> Float32[Array, "*padded"]:
-        """The rotated array, in float32."""
+    def apply(self, x: Float[Array, "*shape"]) -> Float[Array, "*padded"]:
+        """The rotated array: of bfloat16 in bfloat16, to which TransformerEngine rounds it too; else in float32."""
         padding = [(0, self.padding if axis == self.axis else 0) for axis in range(x.ndim)]
-        return self._times(jnp.pad(x.astype(jnp.float32), padding), _matrix())
+        x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
+        return self._times(jnp.pad(x, padding), _matrix())
 
     def undo(self, x: Float[Array, "*padded"]) -> Float32[Array, "*shape"]:
         """Reverses `apply`: rotates back and removes the padding."""
         return lax.slice_in_dim(self._times(x, _matrix().T), 0, self.length, axis=self.axis)
 
     def _times(self, x: Array, matrix: np.ndarray) -> Array:
-        last = jnp.moveaxis(x, self.axis, -1)
-        groups = last.reshape(*last.shape[:-1], last.shape[-1] // GROUP, GROUP)
+        front, length, back = x.shape[: self.axis], x.shape[self.axis], x.shape[self.axis + 1 :]
+        factor = jnp.asarray(matrix, x.dtype)
+        if not back:
+            groups = x.reshape(*front, length // GROUP, GROUP)
+            operands = groups, factor
+            numbers = ((groups.ndim - 1,), (0,)), ((), ())
+        else:
+            # Each group of rows is multiplied from the left, so that the array keeps its layout in memory.
+            groups = x.reshape(*front, length // GROUP, GROUP, math.prod(back))
+            batch, summed = tuple(range(groups.ndim - 2)), groups.ndim - 2
+            operands = jnp.broadcast_to(factor, (*groups.shape[:-1], GROUP)), groups
+            numbers = ((summed,), (summed,)), (batch, batch)
         with jax.named_scope(ROTATION):
             rotated = lax.dot_general(
-                groups,
-                jnp.asarray(matrix),
-                (((groups.ndim - 1,), (0,)), ((), ())),
-                precision=lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
+                *operands, numbers, precision=lax.Precision.HIGHEST, preferred_element_type=x.dtype
             )
-        return jnp.moveaxis(rotated.reshape(last.shape), -1, self.axis)
+        return rotated.reshape(x.shape)

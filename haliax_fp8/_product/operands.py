@@ -11,12 +11,13 @@ from jaxtyping import Array, Float
 
 from .._jax.meshes import axes_of_parts, varying_axes
 from .._jax.opaque import opaque
-from .._jax.xla import computed_together, divided_as_made
-from .._numerics.quantized_array import QuantizedArray
+from .._jax.xla import computed_together, divided_as_made, keep_cast
+from .._numerics.quantized_array import QuantizedArray, factors_out
 from .._state.record import operand_scales
 from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
 from ..recipes.scaling import MeasuredMemory, OperandUse, of_all_elements
+from ..recipes.scaling.high_precision import unscaled
 from ..recipes.scaling.measured import Members, share_of_active
 from .grouped.one_device import largest_of_groups, of_each_row, used_rows
 from .quantized_kernel import KernelOperand, QuantizedKernel, values_of
@@ -200,6 +201,27 @@ def from_residual(
         else of_all_elements(scales.operands[operand], residual.ndim)
     )
     return QuantizedArray(residual, scale, scale_bits=spec.scale_bits[operand])
+
+
+def in_high_precision(
+    x: QuantizedArray, operand: OperandName, product: ProductName, dtype: np.dtype, spec: ProductSpec
+) -> QuantizedArray:
+    """An operand for a product in high precision: what fprop quantized is dequantized to a dtype, the rest unchanged.
+
+    Args:
+        x: The operand.
+        operand: Which it is.
+        product: The product.
+        dtype: The dtype that the product computes in.
+        spec: What is static about the product.
+    """
+    if not spec.recipe.uses[operand, product].scaling.quantizes:
+        return x
+    contracted = spec.batched.contracted(product)[OPERANDS[product].index(operand)]
+    if factors_out(x, contracted):
+        # Every format's values are exact in bfloat16 and float16; the scale is applied behind the product.
+        return dataclasses.replace(x, data=lax.convert_element_type(keep_cast(x.data), dtype))
+    return unscaled(lax.convert_element_type(x.dequantize(), dtype), spec.ensemble)
 
 
 def scaled_values(

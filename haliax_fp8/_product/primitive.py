@@ -32,7 +32,7 @@ from .._jax.primitives import define_linearization, to_front
 from .._numerics.quantized_array import QuantizedArray
 from .._state.op_state import warn_of_constant_state
 from .._state.record import cotangent, repeated
-from ..devices.units import MX_UNITS
+from ..devices.units import FP4_UNITS, MX_UNITS
 from .mapped_tangent import TangentArguments, with_mapped_axis
 from .quantized_kernel import KernelOperand, QuantizedKernel, folded, is_mapped, shape_of
 from .spec import ProductSpec
@@ -85,7 +85,7 @@ fp8_dot_tangent_p = Primitive("fp8_dot_tangent")
 
 def _primitive_of(spec: ProductSpec) -> Primitive:
     operands = [operand for pair in spec.recipe.products.values() for operand in pair if operand.scaling.quantizes]
-    has_blocks = MX_UNITS in [operand.scaling.units for operand in operands]
+    has_blocks = any(operand.scaling.units in (FP4_UNITS, MX_UNITS) for operand in operands)
     has_groups = spec.contraction.extras > 0
     return fp8_dot_on_devices_p if has_blocks or has_groups else fp8_dot_p
 

@@ -89,4 +89,6 @@ def _operand(quantized: QuantizedArray, product: ProductName, spec: ProductSpec)
         data = transposed_once(data, permutation)
     scale = None if scaling.stores_scale else words_of(quantized.scale)
     block = None if quantized.block is None else quantized.block[leading:]
-    return KernelOperand(words_of(data), scale, np.dtype(data.dtype), order, block, quantized.scale_bits)
+    tensor_scale = None if quantized.tensor_scale is None else words_of(quantized.tensor_scale)
+    bits = quantized.scale_bits, quantized.tensor_scale_bits
+    return KernelOperand(words_of(data), scale, tensor_scale, np.dtype(data.dtype), order, block, *bits)

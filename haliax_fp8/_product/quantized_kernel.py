@@ -29,18 +29,22 @@ class KernelOperand[A](eqx.Module):
     Args:
         data: The quantized kernel, its axes in another order.
         scale: Its scales, in the order of the kernel; None if the state has them.
+        tensor_scale: See `QuantizedArray`; None if scales have one level.
         dtype: The dtype of the data; scales are float32.
         order: Which axis of the kernel each axis of the data is.
         block: The shape of a block, see `QuantizedArray`.
         scale_bits: See `QuantizedArray`.
+        tensor_scale_bits: See `QuantizedArray`.
     """
 
     data: A
     scale: A | None
+    tensor_scale: A | None
     dtype: np.dtype = eqx.field(static=True)
     order: tuple[int, ...] = eqx.field(static=True)
     block: tuple[int, ...] | None = eqx.field(static=True)
     scale_bits: int = eqx.field(static=True)
+    tensor_scale_bits: int = eqx.field(static=True)
 
 
 def words_of(x: Array) -> Array:
@@ -57,7 +61,16 @@ def values_of(operand: KernelOperand[Array]) -> Array | QuantizedArray:
     if block is not None:
         block = (*(1,) * (data.ndim - len(block)), *block)
     scale = lax.bitcast_convert_type(operand.scale, np.float32)
-    return QuantizedArray(data, scale, block, scale_bits=operand.scale_bits)
+    words = operand.tensor_scale
+    tensor_scale = None if words is None else lax.bitcast_convert_type(words, np.float32)
+    return QuantizedArray(
+        data,
+        scale,
+        block,
+        scale_bits=operand.scale_bits,
+        tensor_scale=tensor_scale,
+        tensor_scale_bits=operand.tensor_scale_bits,
+    )
 
 
 def shape_of(operand: KernelOperand[Array]) -> tuple[int, ...]:
@@ -81,11 +94,15 @@ def with_leading_axis(
         size: The size of the axis.
         position: Where to move it.
     """
-    data = to_front(operand.data, axes.data, size, position)
-    scale = operand.scale
-    if scale is not None:
-        scale = to_front(scale, axes.scale, size, position)
-    return dataclasses.replace(operand, data=data, scale=scale)
+    data, scale, tensor_scale = (
+        None if x is None else to_front(x, axis, size, position)
+        for x, axis in (
+            (operand.data, axes.data),
+            (operand.scale, axes.scale),
+            (operand.tensor_scale, axes.tensor_scale),
+        )
+    )
+    return dataclasses.replace(operand, data=data, scale=scale, tensor_scale=tensor_scale)
 
 
 class QuantizedKernel[A](eqx.Module):

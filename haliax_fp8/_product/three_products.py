@@ -32,6 +32,7 @@ from .names import DGRAD, FP4, FP8_KERNEL, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
 from .operands import (
     Scales,
     from_residual,
+    in_high_precision,
     measured_parts,
     quantize_operand,
     residual_of,
@@ -253,6 +254,8 @@ def backward(
         if dtype is None:
             return None
         operand, quantized_grad = residuals.operand(other, scales, extras, spec), grad_for(product)
+        if product not in spec.recipe.quantized_products:
+            operand = in_high_precision(operand, other, product, grad.dtype, spec)
         if product == "wgrad" and "output_grad" in spec.recipe.quantized_once:
             # cuBLASLt wants it transposed here. What was gathered for both products has a barrier already.
             separately = transposed_separately if None in dtypes else transposed_separately_on_one
@@ -282,7 +285,8 @@ def backward(
 
 
 def _scope(product: ProductName, spec: ProductSpec) -> contextlib.AbstractContextManager[Any]:
-    is_fp4 = any(q.scaling.quantizes and q.format.bits <= 4 for q in spec.recipe.products[product])
+    quantized = product in spec.recipe.quantized_products
+    is_fp4 = quantized and any(q.format.bits <= 4 for q in spec.recipe.products[product])
     return jax.named_scope(f"{product}/{FP4}" if is_fp4 else product)
 
 

@@ -123,7 +123,7 @@ _ROWS = (
             memory_bandwidth=7672320000000,
             device_memory_size=191514411008,
         ),
-        Peaks(4.5e15, 2.25e15, 1.1e15, 7.7e12, "NVIDIA HGX B200 data sheet, per GPU, without sparsity"),
+        Peaks(4.5e15, 2.25e15, 1.1e15, 7.7e12, "NVIDIA HGX B200 data sheet, per GPU, without sparsity", fp4=9e15),
     ),
     Row("gb200", "cuda", "NVIDIA GB200", "10.0", NotCompiled(_NO_FIGURES.format("b200"))),
     Row("v100", "cuda", "Tesla V100-SXM2-16GB", "7.0", NotCompiled("CUDA 13 no longer compiles for it")),

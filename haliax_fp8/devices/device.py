@@ -14,7 +14,7 @@ from .._numerics.checks import nearest, require
 from .._numerics.formats import E4M3FNUZ, E5M2FNUZ, Format
 from .catalog import canonical, catalog, peaks
 from .peaks import Peaks
-from .units import FP8_UNITS, MX_UNITS as MX_UNITS, NO_UNITS as NO_UNITS, MatrixUnits
+from .units import FP4_UNITS as FP4_UNITS, FP8_UNITS, MX_UNITS as MX_UNITS, NO_UNITS as NO_UNITS, MatrixUnits
 
 
 @dataclasses.dataclass(frozen=True)

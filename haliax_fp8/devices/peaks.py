@@ -18,6 +18,7 @@ class Peaks:
         f32: FLOP/s of products of float32 operands: in TF32 on a GPU; on a TPU in bfloat16, XLA's default precision.
         bandwidth: Bytes per second.
         source: The source of the figures.
+        fp4: FLOP/s of products of FP4 operands; None if the device has no such products.
     """
 
     fp8: float
@@ -25,6 +26,7 @@ class Peaks:
     f32: float
     bandwidth: float
     source: str
+    fp4: float | None = None
 
     def flops(self, dtype: str) -> float:
         """The peak for operands of an element type.
@@ -32,6 +34,8 @@ class Peaks:
         Args:
             dtype: XLA's name, such as `bf16`.
         """
+        if dtype.startswith("f4") and self.fp4 is not None:
+            return self.fp4
         if is_narrow(dtype):
             return self.fp8
         return self.bf16 if dtype in ("bf16", "f16") else self.f32

@@ -63,5 +63,8 @@ FP8_UNITS = MatrixUnits("FP8 products", cuda=8.9, rocm=("gfx94", "gfx95", "gfx12
 MX_UNITS = MatrixUnits("MXFP8 products (one scale per 32 elements)", cuda=10.0, rocm=("gfx95",), tpu=None)
 """An E8M0 scale for every 32 elements of the sum."""
 
+FP4_UNITS = MatrixUnits("NVFP4 products (one scale per 16 elements)", cuda=10.0, rocm=(), tpu=None)
+"""An E4M3 scale for every 16 elements of the sum, data in E2M1; the scale of the tensor stays outside the sum."""
+
 NO_UNITS = MatrixUnits("blocks with such scales: operands are dequantized first", cuda=None, rocm=(), tpu=None)
 """Other scales along the sum: operands are dequantized, then multiplied in high precision."""

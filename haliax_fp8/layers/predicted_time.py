@@ -7,7 +7,7 @@ from rich.text import Text
 
 from .._printing import Printable
 from .._product.spec import KernelResidual
-from ..devices.device import MX_UNITS, Device
+from ..devices.device import FP4_UNITS, MX_UNITS, Device
 from ..devices.peaks import Peaks
 from ..devices.roofline import LEAST_GAIN, LIKELY, MOST_GAIN, Efficiency, Roofline
 from ..devices.traffic import Traffic
@@ -81,8 +81,9 @@ class LayerWork:
         sides = (self.rows, self.size.inputs, self.size.outputs)
         flops = 2 * self.size.members * math.prod(_padded_to(side, multiple) for side in sides)
         lhs, rhs, result = (self._elements(operand, multiple) for operand in (*OPERANDS[name], _RESULTS[name]))
-        moved = (1 if is_fp8 else 2) * (lhs + rhs) + (4 if self._is_rescaled(name) else 2) * result
-        dtype = "f8e4m3fn" if is_fp8 else "bf16"
+        is_fp4 = is_fp8 and self.recipe.products[name][0].scaling.units is FP4_UNITS
+        dtype, width = ("f4e2m1fn", 0.5) if is_fp4 else ("f8e4m3fn", 1) if is_fp8 else ("bf16", 2)
+        moved = round(width * (lhs + rhs)) + (4 if self._is_rescaled(name) else 2) * result
         return roofline.products(dtype, flops, moved, in_blocks=is_fp8 and self._is_in_blocks(name))
 
     def _quantized(self, operand: OperandName) -> Traffic:
@@ -119,10 +120,12 @@ class LayerWork:
         return [self.recipe.uses[operand, name] for name in USES[operand] if self._is_fp8(name)]
 
     def _is_fp8(self, product: ProductName) -> bool:
-        return self.recipe.products[product][0].scaling.quantizes
+        return product in self.recipe.quantized_products
 
     def _is_in_blocks(self, product: ProductName) -> bool:
-        return any(quantization.scaling.units is MX_UNITS for quantization in self.recipe.products[product])
+        return any(
+            quantization.scaling.units in (FP4_UNITS, MX_UNITS) for quantization in self.recipe.products[product]
+        )
 
     def _is_rescaled(self, product: ProductName) -> bool:
         """Whether the product is stored in float32 and scaled by another launch: scales of rows, members or experts."""
@@ -152,7 +155,7 @@ def _cast(quantization: Quantization, elements: int) -> Traffic:
 
 
 def _quantizing(quantization: Quantization, bytes: int, launches: int = 0) -> Traffic:
-    if quantization.scaling.units is MX_UNITS:
+    if quantization.scaling.units in (FP4_UNITS, MX_UNITS):
         return Traffic(launches, blocks=bytes)
     return Traffic(launches, casts=bytes)
 

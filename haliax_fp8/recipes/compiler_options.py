@@ -1,6 +1,5 @@
 """What XLA's flags cost a recipe on NVIDIA's GPUs, and the options that keep FP8 and full accumulation."""
 
-import dataclasses
 import logging
 from collections.abc import Iterable
 
@@ -12,19 +11,6 @@ from .recipe import Recipe
 _logger = logging.getLogger("haliax_fp8")
 
 
-@dataclasses.dataclass(frozen=True)
-class FlagsCost:
-    """What flags cost.
-
-    Args:
-        loses_fp8: Whether products would not run in FP8 at all; if not, some would not accumulate in full.
-        message: One line, with the remedy.
-    """
-
-    loses_fp8: bool
-    message: str
-
-
 def training_options(recipes: Iterable[Recipe], device: Device) -> dict[str, bool]:
     """Compiler options for a training step of a model: with them, dgrad and wgrad accumulate in full float32.
 
@@ -34,52 +20,38 @@ def training_options(recipes: Iterable[Recipe], device: Device) -> dict[str, boo
 
     Returns:
         For `jax.jit(compiler_options=...)` or `eqx.filter_jit`; empty if none are needed: on devices other than
-        NVIDIA's, without FP8, and for block-scaled recipes, which XLA multiplies in FP8 with Triton alone.
+        NVIDIA's, without FP8, and for block-scaled recipes where they are emulated, which Triton does in registers.
     """
     recipes = list(recipes)
-    if device.platform != "cuda" or not any(map(_quantizes, recipes)) or any(map(_is_block_scaled, recipes)):
+    emulates_blocks = device.lacks(MX_UNITS) is not None and any(map(_is_block_scaled, recipes))
+    if device.platform != "cuda" or not any(map(_quantizes, recipes)) or emulates_blocks:
         return {}
     return {TRITON_PRODUCTS: False}
 
 
-def cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]) -> FlagsCost | None:
-    """What XLA's flags cost the products of some recipes on a device.
+def cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]) -> str | None:
+    """What XLA's flags cost the products of some recipes on a device, in one line with the remedy; None for nothing.
 
     Args:
         flags: The current flags, including compiler options.
         device: Where the products run.
         recipes: The recipes of a model's layers.
 
-    Returns:
-        The cost; None if there is none.
-
     References:
         OpenAI Triton, `max_num_imprecise_acc`: on Hopper the sums of FP8 products are promoted to float32 after so many
         terms; XLA's Triton kernels never ask for that, whatever the precision.
     """
-    recipes = list(recipes)
-    if device.platform != "cuda":
-        return None
-    if not flags.triton_products:
-        if not any(map(_is_block_scaled, recipes)):
-            return None
-        return FlagsCost(
-            True,
-            f"{TRITON_PRODUCTS}=false takes block-scaled products out of FP8, because XLA multiplies them in FP8 only "
-            "with Triton: remove it from XLA_FLAGS",
-        )
     # Full accumulation is promised to gradients only; fprop never has it.
-    if device.is_hopper and any(map(_quantizes_gradients, recipes)):
-        return FlagsCost(
-            False,
-            "FP8 gradients (dgrad, wgrad) do not accumulate in full float32 where XLA chooses Triton kernels on "
-            f"{device.kind}: compile your own training loop with XLA_FLAGS=--{TRITON_PRODUCTS}=false",
-        )
-    return None
+    if not (flags.triton_products and device.is_hopper and any(map(_quantizes_gradients, recipes))):
+        return None
+    return (
+        "FP8 gradients (dgrad, wgrad) do not accumulate in full float32 where XLA chooses Triton kernels on "
+        f"{device.kind}: compile your own training loop with XLA_FLAGS=--{TRITON_PRODUCTS}=false"
+    )
 
 
 def log_cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]) -> None:
-    """Logs what flags cost in one line to the logger `haliax_fp8`: as a warning if FP8 is lost, else at level INFO.
+    """Logs what flags cost in one line to the logger `haliax_fp8`, at level INFO.
 
     Args:
         flags: See `cost_of_flags`.
@@ -88,15 +60,15 @@ def log_cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]
     """
     cost = cost_of_flags(flags, device, recipes)
     if cost is not None:
-        _logger.log(logging.WARNING if cost.loses_fp8 else logging.INFO, cost.message)
+        _logger.info(cost)
 
 
 def _quantizes(recipe: Recipe) -> bool:
-    return any(operands[0].scaling.quantizes for operands in recipe.products.values())
+    return bool(recipe.quantized_products)
 
 
 def _quantizes_gradients(recipe: Recipe) -> bool:
-    return any(recipe.products[name][0].scaling.quantizes for name in ("dgrad", "wgrad"))
+    return any(name in recipe.quantized_products for name in ("dgrad", "wgrad"))
 
 
 def _is_block_scaled(recipe: Recipe) -> bool:

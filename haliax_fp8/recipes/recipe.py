@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Literal
 
-from .._numerics.checks import require
+from .._numerics.checks import require, require_bool
 from .._numerics.formats import E4M3, E5M2, Format
 from .._numerics.rounding import Rounding
 from .scaling import (
@@ -92,7 +92,8 @@ class Recipe:
         output_grad_for_wgrad: How the output's gradient is quantized for wgrad; by default as for dgrad.
 
     Raises:
-        ValueError: If only one operand of a product is in high precision, or rotated; if MXFP8's gradients are in E5M2;
+        ValueError: If only one operand of a product is in high precision, unless `output_grad` is so throughout and the
+            other operand as in fprop, see `forward_only`; if only one is rotated; if MXFP8's gradients are in E5M2;
             if an operand's second use keeps separate state; or if an operand is not a `Quantization`.
 
     Example:
@@ -118,11 +119,12 @@ class Recipe:
                 require(field.name, value, Quantization, example, of="Recipe")
         for name, operands in self.products.items():
             high = [not q.scaling.quantizes for q in operands]
-            if any(high) and not all(high):
+            if any(high) and not all(high) and not self._is_straight_through(name):
                 raise ValueError(
                     f"recipe leaves one operand of {name} in high precision and quantizes the other: {operands}; "
                     "a product runs in FP8 with both or not at all. To quantize the forward pass alone, use "
-                    "recipe.forward_only(), or a name such as 'rowwise_fprop'"
+                    "recipe.forward_only(), or a name such as 'rowwise_fprop'; for gradients of the quantized "
+                    "operands, recipe.forward_only(dequantized=True)"
                 )
             rotated = [isinstance(q.scaling, HadamardScaling) for q in operands]
             if any(rotated) and not all(rotated):
@@ -181,6 +183,22 @@ class Recipe:
             "wgrad": (self.input_for_wgrad or self.input, self.output_grad_for_wgrad or self.output_grad),
         }
 
+    def _is_straight_through(self, product: ProductName) -> bool:
+        """Whether a gradient in high precision reads its other operand as fprop quantized it."""
+        second_uses = {"dgrad": self.kernel_for_dgrad, "wgrad": self.input_for_wgrad}
+        as_in_fprop = {"dgrad": self.kernel, "wgrad": self.input}
+        return product != "fprop" and (
+            second_uses[product] in (None, as_in_fprop[product])
+            and as_in_fprop[product].scaling.quantizes
+            and not self.output_grad.scaling.quantizes
+            and not (self.output_grad_for_wgrad or self.output_grad).scaling.quantizes
+        )
+
+    @functools.cached_property
+    def quantized_products(self) -> tuple[ProductName, ...]:
+        """The products that multiply quantized operands; the others run in high precision."""
+        return tuple(name for name, pair in self.products.items() if all(q.scaling.quantizes for q in pair))
+
     @functools.cached_property
     def uses(self) -> dict[tuple[OperandName, ProductName], Quantization]:
         """How each operand is quantized for each of its products."""
@@ -196,7 +214,8 @@ class Recipe:
 
         def alike(operand: OperandName) -> bool:
             first, second = (self.uses[operand, product] for product in USES[operand])
-            return first == second and not first.scaling.per_axis
+            is_shared = first.scaling.quantizes and self._is_straight_through(USES[operand][1])
+            return first == second and (is_shared or not first.scaling.per_axis)
 
         return frozenset(operand for operand in USES if alike(operand))
 
@@ -249,8 +268,7 @@ class Recipe:
     def measures_kernel_again(self) -> bool:
         """Whether quantizing the kernel for dgrad, apart from fprop, takes an amax that fprop has taken already."""
         scaling = self.kernel.scaling
-        shared = self.kernel_for_dgrad in (None, self.kernel) and not scaling.per_axis
-        return shared and scaling.quantizes and not scaling.stores_scale
+        return "kernel" in self.quantized_once and scaling.quantizes and not scaling.stores_scale
 
     @property
     def observed(self) -> "Recipe":
@@ -275,18 +293,33 @@ class Recipe:
         second = {use: first[name] for name, use in _SECOND_USES.items() if getattr(self, use) == getattr(self, name)}
         return dataclasses.replace(self, **first, **second)
 
-    def forward_only(self) -> "Recipe":
-        """fprop as in this recipe; dgrad and wgrad in high precision, from operands that were not quantized.
+    def forward_only(self, *, dequantized: bool = False) -> "Recipe":
+        """fprop as in this recipe; dgrad and wgrad in high precision.
 
         For gradients of any function, however large or small they are: saliency, Jacobians, another loss. A stored
         scale of the output gradient fits the training loss alone, and clips others. `by_name("rowwise_fprop")` is
         `by_name("rowwise").forward_only()`, and so for every name.
 
+        Args:
+            dequantized: Whether dgrad and wgrad read kernel and input as fprop quantized them, dequantized to the dtype
+                in which the layer computes. These are the gradients of fake quantization with a straight-through
+                estimator, which quantization-aware training takes. By default both read the operands as they were
+                before.
+
+        References:
+            TransformerEngine's `backward_override`: `"high_precision"` and `"dequantized"`.
+
         Example:
-            >>> print(Recipe.of(DelayedScaling()).forward_only())
+            >>> recipe = Recipe.of(DelayedScaling())
+            >>> print(recipe.forward_only())
             DelayedScaling+HighPrecision E4M3/E4M3/E4M3, dgrad/wgrad in high precision
+            >>> print(recipe.forward_only(dequantized=True))
+            DelayedScaling+HighPrecision E4M3/E4M3/E4M3, dgrad/wgrad in high precision from quantized operands
         """
+        require_bool("dequantized", dequantized, of="Recipe.forward_only")
         high = Quantization(E4M3, HighPrecision())
+        if dequantized:
+            return Recipe(self.input, self.kernel, high)
         return Recipe(self.input, self.kernel, high, input_for_wgrad=high, kernel_for_dgrad=high)
 
     def _map(self, function: Callable[[Quantization], Quantization]) -> "Recipe":
@@ -315,9 +348,15 @@ class Recipe:
         formats = "/".join(q.format.name for q in self.operands)
         scalings = {type(q.scaling).__name__: None for q in self.operands}
         products = self.products
-        high = [name for name, operands in products.items() if not operands[0].scaling.quantizes]
+        straight_through = [name for name in products if self._is_straight_through(name)]
+        high = [name for name in products if name not in (*self.quantized_products, *straight_through)]
         rotated = [name for name, operands in products.items() if isinstance(operands[0].scaling, HadamardScaling)]
         random = [name for name, operands in products.items() if any(q.rounding.needs_key for q in operands)]
-        notes = {"in high precision": high, "rotated": rotated, "rounded at random": random}
+        notes = {
+            "in high precision": high,
+            "in high precision from quantized operands": straight_through,
+            "rotated": rotated,
+            "rounded at random": random,
+        }
         described = [f"{'/'.join(names)} {note}" for note, names in notes.items() if names]
         return ", ".join([f"{'+'.join(scalings)} {formats}", *described])

@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 from rich.console import RenderableType
 from rich.text import Text
 
-from .._numerics.formats import E4M3, E5M2
-from .._numerics.quantized_array import QuantizedArray, factors_out, in_mx_blocks
+from .._numerics.formats import E2M1, E4M3, E5M2
+from .._numerics.quantized_array import QuantizedArray, factors_out, in_mx_blocks, in_nv_blocks
 from .._printing import Printable
 from ..devices.device import Device
 from ..devices.grouped import BLOCK, GroupedImplementation
-from ..devices.units import FP8_UNITS, MX_UNITS
+from ..devices.units import FP4_UNITS, FP8_UNITS, MX_UNITS
 from .catalog import RecipeLike, as_recipe
 from .recipe import Quantization, Recipe
 from .scaling import BlockScaling, HadamardScaling, MeasuredScaling, OperandUse
@@ -87,7 +87,7 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
     device = Device.default() if device is None else Device.of(device, of="supported")
     if device.emulates:
         return Support(device, Outcome.EMULATED, "a CPU has no FP8 units; products are computed with the same rounding")
-    products = {name: operands for name, operands in recipe.products.items() if operands[0].scaling.quantizes}
+    products = {name: recipe.products[name] for name in recipe.quantized_products}
     lacking: dict[str, list[str]] = {}
     for name, operands in products.items():
         if (reason := _lacking(operands, device)) is not None:
@@ -191,7 +191,7 @@ def misfit(quantization: Quantization) -> str | None:
         quantization: How the operand is quantized.
     """
     scaling = quantization.scaling
-    if scaling.units not in (FP8_UNITS, MX_UNITS):
+    if scaling.units not in (FP4_UNITS, FP8_UNITS, MX_UNITS):
         return None
 
     def quantized(x: Float[Array, "rows columns"]) -> QuantizedArray:
@@ -206,6 +206,8 @@ def misfit(quantization: Quantization) -> str | None:
         found = f"{scaling} makes scales that change along the sum, but FP8 units only take scales of tensors or rows"
     elif scaling.units == MX_UNITS and not in_mx_blocks(made, 1):
         found = f"{scaling} makes scales that are not powers of two for whole blocks of 32, as MXFP8 units need"
+    elif scaling.units == FP4_UNITS and not (in_nv_blocks(made, 1) and quantization.format == E2M1):
+        found = f"{scaling} in {quantization.format} is not E2M1 in blocks of 16 with scales in E4M3, as FP4 units need"
     else:
         return None
     return f"{found}: operands are dequantized first"

@@ -41,7 +41,7 @@ OPTIONAL = {
     # `tests/jax/test_cudnn_attention.py`, and with XLA's compiler in `tests/programs/test_compiled_attention.py`.
     "jax._src.cudnn.fused_attention_stablehlo",
     "jax._src.xla_bridge",
-    # `tests/sharding/test_blocks.py`.
+    # `tests/sharding/test_blocks.py`; the last also in `tests/programs/test_compiled_blocks.py`.
     "jax._src.dispatch",
     "jax._src.custom_partitioning._CUSTOM_PARTITIONING_CALL_NAME",
     "jax._src.custom_partitioning._ShardingCallbackInfo",

@@ -76,6 +76,36 @@ def test_blocks_send_little_more_than_delayed_scaling(recipe):
     report.require(fp8_gathers=1.0)
 
 
+@pytest.mark.parametrize("sharding", [None, (P(), P("data")), (P("data"), P("data")), (P(None, "data"), P())], ids=str)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1024, 256, 512), (36, 50, 70)])
+def test_nvfp4_multiplies_in_fp4_on_one_device_and_on_several(sharding, rows, inputs, outputs):
+    """All three products; also with sides that fill neither a block nor what cuDNN aligns to."""
+    sides = {"weights": outputs, "tokens": rows, "sum": inputs}
+    if sharding is not None and any(side % 4 for side in sides.values()):
+        pytest.skip("devices get equal parts of an argument")
+    config = fp8.Fp8Config(recipe="nvfp4", emulate=True)
+    make = lambda: fp8.fp8_linear_layers(eqx.nn.Linear(inputs, outputs, use_bias=False, key=jax.random.key(0)), config)
+
+    def gradients(model, x, key):
+        def loss(model, x):
+            model = fp8.with_rounding_keys(fp8.cast_params(model, jnp.bfloat16), key)
+            return (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean()
+
+        return jax.grad(loss, (0, 1), allow_int=True)(model, x)
+
+    model = eqx.filter_eval_shape(make)
+    x, key = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16), jax.eval_shape(lambda: jax.random.key(0))
+    options = {}
+    if sharding is not None:
+        weights = jax.tree.map(lambda leaf: sharding[0] if leaf.ndim == 2 else P(), model)
+        options = {"mesh": {"data": 4}, "shardings": (weights, sharding[1], P())}
+    report = inspect_step(gradients, model, x, key, device="b200", other_setting=False, **options)
+    products = [p for p in report.products if p.reason != "rotates an operand"]
+    assert {(p.name, p.lhs, p.rhs, p.implementation) for p in products} == {
+        (name, "f4e2m1fn", "f4e2m1fn", "cuDNN block scaled") for name in ("fprop", "dgrad", "wgrad")
+    }
+
+
 def test_devices_multiply_blocks_inside_shard_map():
     mean = lambda gradients: jax.tree.map(lambda g: jax.lax.pmean(g, "data"), gradients)
     parts = jax.shard_map(

@@ -5,12 +5,14 @@ import dataclasses
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from helpers import equations, float64, unchecked
 
 import haliax_fp8 as fp8
-from haliax_fp8.recipes import HighPrecision, Quantization, by_name, named
+from haliax_fp8.recipes import HighPrecision, MXFP8Scaling, Quantization, by_name, named
 from haliax_fp8.statistics import Problem, diagnose
 
 
@@ -58,6 +60,70 @@ def test_the_forward_pass_is_that_of_the_recipe_and_gradients_those_of_the_opera
     np.testing.assert_allclose(dw, x.T @ g, rtol=1e-4, atol=10.0)
 
 
+E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
+LARGEST = {E4M3: 448.0, E2M1: 6.0}
+# For each recipe: the formats of input and kernel, and how many elements of the sum share a scale (None: all of them).
+FAKE = {"mxfp4_mxfp8": (E4M3, E2M1, 32), "mxfp8": (E4M3, E4M3, 32), "rowwise": (E4M3, E4M3, None)}
+
+
+def fake_quantized(x, format, size):
+    """`x`, summed over its last axis, after fake quantization with power-of-two scales that clip nothing: in NumPy."""
+    x = float64(x)
+    blocks = x.reshape(*x.shape[:-1], -1, size or x.shape[-1])
+    amax = np.abs(blocks).max(axis=-1, keepdims=True)
+    scale = np.exp2(np.ceil(np.log2(amax / LARGEST[format])))
+    return ((blocks / scale).astype(format).astype(np.float64) * scale).reshape(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dequantized", [True, False])
+@pytest.mark.parametrize("name", FAKE)
+def test_gradients_are_those_of_fake_quantization(name, dequantized, dtype):
+    """With the straight-through estimator: fprop multiplies x' and w', its gradients are g w'^T and x'^T g."""
+    x, w, g = (
+        jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+        for seed, shape in enumerate(((24, 64), (64, 40), (24, 40)))
+    )
+    format_x, format_w, size = FAKE[name]
+    fake_x, fake_w = fake_quantized(x, format_x, size), fake_quantized(w.T, format_w, size).T
+    op = fp8.Fp8DotGeneral.init(by_name(name).forward_only(dequantized=dequantized))
+    out, pullback = jax.vjp(lambda x, w: op(x, w, (((1,), (0,)), ((), ()))), x, w)
+    dx, dw = pullback(g)
+    if not dequantized:
+        expected = fake_x @ fake_w, float64(g) @ float64(w).T, float64(x).T @ float64(g)
+    else:
+        expected = fake_x @ fake_w, float64(g) @ fake_w.T, fake_x.T @ float64(g)
+    for got, exact in zip((out, dx, dw), expected, strict=True):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(float64(got), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-5 * abs(exact).max())
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "delayed", "nvfp4"])
+def test_products_of_dequantized_operands_are_in_the_compute_dtype(name):
+    op = fp8.Fp8DotGeneral.init(by_name(name).forward_only(dequantized=True))
+    x, w = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+    _, pullback = jax.vjp(lambda x, w: op(x, w, (((1,), (0,)), ((), ()))), x, w)
+    found = [e for e in equations(jax.make_jaxpr(pullback)(x)) if e.primitive.name in PRODUCTS]
+    assert [[v.aval.dtype for v in e.invars[:2]] for e in found] == [[jnp.bfloat16] * 2] * 2
+
+
+PRODUCTS = ("dot_general", "fp8_scaled_product", "fp8_block_product")
+
+
+def test_only_the_operands_of_fprop_are_read_again():
+    """Not another quantization of theirs, which would be another function's gradient."""
+    mx = named["mxfp8"]
+    recipe = mx.forward_only(dequantized=True)
+    assert recipe.quantized_products == ("fprop",) and recipe.quantized_once == {"input", "kernel"}
+    assert "dgrad/wgrad in high precision from quantized operands" in str(recipe)
+    square = Quantization(mx.kernel.format, MXFP8Scaling(square=True))
+    for field in ("kernel_for_dgrad", "input_for_wgrad"):
+        with pytest.raises(ValueError, match=r"forward_only\(dequantized=True\)"):
+            dataclasses.replace(recipe, **{field: square})
+    with unchecked(), pytest.raises(ValueError, match="dequantized='yes'"):
+        mx.forward_only(dequantized="yes")
+
+
 def test_the_jacobian_of_a_trained_model():
     _, model, *_ = trained("delayed_fprop")
     exact = jax.jacrev(fp8.restore_linear_layers(model))(X[0])
@@ -75,7 +141,7 @@ def test_the_suffix_is_for_every_name_and_scaling():
 
 def test_a_recipe_with_one_operand_in_high_precision_is_told_of_it():
     rowwise, high = named["rowwise"], Quantization(named["rowwise"].input.format, HighPrecision())
-    for field in ("output_grad", "input_for_wgrad"):
+    for field in ("output_grad_for_wgrad", "input_for_wgrad"):
         with pytest.raises(ValueError, match=r"forward_only\(\).*rowwise_fprop"):
             dataclasses.replace(rowwise, **{field: high})
 

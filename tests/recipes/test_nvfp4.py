@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import recipe_reference as reference
-from helpers import equations, sqnr
+from helpers import equations, rounded_up, sqnr
 
 import haliax_fp8 as fp8
 from haliax_fp8._numerics.rounding import Rotation
@@ -138,6 +138,20 @@ def test_block_scales_are_e4m3_multiples_of_one_number():
     in_e4m3 = scale / (np.abs(x).max() / (448.0 * 6.0))
     np.testing.assert_allclose(in_e4m3, in_e4m3.astype(ml_dtypes.float8_e4m3fn).astype(np.float64), rtol=1e-6)
     assert in_e4m3.max() == pytest.approx(448.0)
+
+
+@pytest.mark.parametrize("bits", [1, 7])
+def test_in_bfloat16_the_tensor_scale_is_rounded_up(bits):
+    """To so many significant bits; the blocks' scales are in E4M3 as before, and none of them is clipped."""
+    x = MATRICES["normal"]
+    got = NVFP4Scaling().quantize(jnp.asarray(x), OperandUse(E2M1, (1,), scale_bits=bits))
+    exact = np.abs(x).max().astype(np.float64) / (448.0 * 6.0)
+    tensor_scale = float(got.tensor_scale[0, 0])
+    assert got.tensor_scale_bits == bits and tensor_scale == rounded_up(exact, bits)
+    in_e4m3 = (np.asarray(got.scale, np.float64) / tensor_scale).astype(ml_dtypes.float8_e4m3fn)
+    target = np.abs(by_blocks(x, 1)).max(axis=1) / 6.0 / tensor_scale
+    np.testing.assert_array_equal(in_e4m3.ravel(), target.astype(ml_dtypes.float8_e4m3fn))
+    np.testing.assert_allclose(got.scale, in_e4m3.astype(np.float64) * tensor_scale, rtol=2.0**-23)
 
 
 def by_blocks(x, rows):
@@ -284,6 +298,18 @@ def test_rotation_is_one_matrix_of_quarters_for_every_group():
     assert np.abs(matrix.sum(axis=1)).max() < 4.0
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_bfloat16_is_rotated_in_bfloat16(axis):
+    """Of whole numbers each sum is exact in float32, and is rounded once."""
+    x = np.random.default_rng(0).integers(-100, 100, (32, 32, 32))
+    matrix = np.asarray(Rotation(axis=0, length=16).apply(jnp.eye(16)), np.float64)
+    groups = np.moveaxis(x, axis, -1).reshape(32, 32, 2, 16) @ matrix.T
+    expected = np.moveaxis(groups.reshape(32, 32, 32), -1, axis).astype(ml_dtypes.bfloat16)
+    got = Rotation(axis=axis, length=32).apply(jnp.asarray(x, jnp.bfloat16))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(got), expected)
+
+
 @pytest.mark.parametrize("rows", [64, 37])
 def test_a_product_of_rotated_operands_is_the_product(rows):
     """Bounded by float32's rounding of the rotation, 16 terms of each factor."""
@@ -337,8 +363,8 @@ def test_wgrad_is_rotated_and_no_other_product():
     sizes = []
     for op in (rotated, unrotated):
         program = jax.make_jaxpr(lambda x, w, op=op: gradients(op, x, w, c))(x, w)
-        shapes = [e.invars[1].aval.shape for e in equations(program) if e.primitive.name == "dot_general"]
-        sizes.append(shapes.count((16, 16)))
+        scopes = [str(e.source_info.name_stack) for e in equations(program) if e.primitive.name == "dot_general"]
+        sizes.append(sum("rotation" in scope for scope in scopes))
     assert sizes == [2, 0]
 
 

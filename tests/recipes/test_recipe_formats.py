@@ -7,11 +7,12 @@ import numpy as np
 import optax
 import pytest
 import recipe_reference as reference
-from helpers import EPS, assert_within, products
+from helpers import EPS, assert_within, products, unchecked
 from matrix_product import MATRIX, loss
 
 import haliax_fp8 as fp8
 from haliax_fp8.recipes import (
+    E2M1,
     E4M3FNUZ,
     E5M2,
     E5M2FNUZ,
@@ -53,6 +54,31 @@ def test_data_and_scales_in_each_format_bit_for_bit(name, format):
     assert got.data.dtype == format.dtype
     np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8), data.view(np.uint8))
     np.testing.assert_array_equal(got.scale, scale)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("format", [E2M1, fp8.recipes.E4M3], ids=repr)
+@pytest.mark.parametrize("rule", ["up", "nearest", "down"])
+def test_scales_of_mxfp8_by_every_rule_of_rounding(rule, format):
+    x = np.random.default_rng(0).standard_normal((200, 160)).astype(np.float32)
+    x[0], x[1, :32], x[2, 40], x[3] = 0.0, 1e-30, np.inf, np.ldexp(x[3], 110)
+    # Amaxes where the rules change over, and their neighbours.
+    for row, edge in enumerate((1.0, 1.5, 1.75, 2.0), start=10):
+        below, above = (np.nextafter(np.float32(edge), np.float32(towards)) for towards in (0.0, 3.0))
+        x[row, :128] = np.repeat([edge, below, above, -edge], 32)
+    scaling = MXFP8Scaling(scale_rounding=rule)
+    got = jax.jit(lambda x: scaling.quantize(x, OperandUse(format, contracted=(1,))))(x)
+    data, scale = reference.mxfp8(x, format=format.name, scale_rounding=rule)
+    normal = ~(np.abs(scale) < np.finfo(np.float32).tiny)
+    np.testing.assert_array_equal(np.asarray(got.scale)[normal], scale[normal])
+    # E2M1 has no NaN.
+    finite = np.repeat(np.isfinite(scale), 32, axis=1)
+    np.testing.assert_array_equal(np.asarray(got.data, np.float32)[finite], data.astype(np.float32)[finite])
+
+
+def test_an_unknown_rule_of_rounding_is_named():
+    with unchecked(), pytest.raises(ValueError, match="scale_rounding='floor'.*'nearest'"):
+        MXFP8Scaling(scale_rounding="floor")
 
 
 @pytest.mark.more

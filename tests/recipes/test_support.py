@@ -27,6 +27,7 @@ from haliax_fp8.recipes import (
     HadamardScaling,
     HighPrecision,
     MXFP8Scaling,
+    NVFP4Scaling,
     Outcome,
     Quantization,
     RowwiseScaling,
@@ -45,7 +46,9 @@ NATIVE = {(recipe, device) for recipe in OUTSIDE_THE_SUM for device in WITH_OCP_
 # DeepSeek's scales are powers of two, and its blocks are whole blocks of 32.
 IN_BLOCKS_OF_32 = ("mxfp8", "deepseek", "mxfp4_mxfp8")
 NATIVE |= {(recipe, device) for recipe in IN_BLOCKS_OF_32 for device in WITH_BLOCKS_OF_32}
-DEQUANTIZED = ("nvfp4",)
+# NVFP4's blocks of 16 are NVIDIA's alone.
+IN_BLOCKS_OF_16 = ("nvfp4",)
+NATIVE |= {(recipe, device) for recipe in IN_BLOCKS_OF_16 for device in ("b200", "gb200")}
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ def linear():
 
 
 def test_every_recipe_is_described_here():
-    assert sorted((*OUTSIDE_THE_SUM, *IN_BLOCKS_OF_32, *DEQUANTIZED)) == sorted(fp8.recipes.named)
+    assert sorted((*OUTSIDE_THE_SUM, *IN_BLOCKS_OF_32, *IN_BLOCKS_OF_16)) == sorted(fp8.recipes.named)
 
 
 @pytest.mark.smoke
@@ -92,7 +95,10 @@ def test_without_a_device_the_one_that_is_here_is_meant():
         ("mxfp8", "h100", "compute capability 10.0.*has 9.0"),
         ("mxfp8", "tpu7x", "no tpu device"),
         ("deepseek", "h100", "compute capability 10.0.*has 9.0"),
-        ("nvfp4", "b200", "blocks with such scales: operands are dequantized"),
+        ("nvfp4", "h100", "NVFP4 products.*compute capability 10.0.*has 9.0"),
+        ("nvfp4", "mi355x", "no rocm device has units for NVFP4"),
+        (BlockScaling(power_of_two=False), "b200", "blocks with such scales: operands are dequantized"),
+        (fp8.Recipe.of(NVFP4Scaling(), forward=E4M3, backward=E4M3), "b200", "NVFP4Scaling.*in E4M3 is not E2M1"),
         ("delayed", "mi300x", "fnuz formats.*E4M3FNUZ"),
     ],
 )

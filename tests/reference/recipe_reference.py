@@ -66,8 +66,11 @@ def block(x, rows=1, columns=128, format="E4M3", power_of_two=True):
         return cast(x.astype(F32) * expand(m, x.shape, rows, columns), format), F32(1.0) / m
 
 
-def mxfp8(x, rows=1, format="E4M3"):
+def mxfp8(x, rows=1, format="E4M3", scale_rounding="up"):
     """E8M0 scales: `2**ceil(log2(amax / limit))`, in exact arithmetic; inf and NaN give NaN.
+
+    Rounded down, the exponent is that of the amax, less that of the limit (OCP, section 6.3). To nearest, the amax is
+    first rounded to a multiple of half its power of two, halves up (compressed-tensors).
 
     From `2**-126` on, since `2**-127` is flushed to zero on a CPU; zeros have that.
     """
@@ -77,6 +80,10 @@ def mxfp8(x, rows=1, format="E4M3"):
     with np.errstate(divide="ignore", invalid="ignore"):
         mantissa, exponent = np.frexp(target)
         exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
+        if scale_rounding != "up":
+            mantissa, exponent = np.frexp(a.astype(np.float64))
+            carries = (scale_rounding == "nearest") & (np.floor(4 * mantissa + 0.5) == 4)
+            exponent = exponent + carries - np.frexp(LIMIT[format])[1]
     exponent = np.where(a == 0, -127, np.clip(exponent, -126, 127))
     scale = np.where(np.isfinite(target), np.ldexp(1.0, np.where(np.isfinite(target), exponent, 0)), np.nan)
     with np.errstate(invalid="ignore"):

@@ -12,10 +12,10 @@ from ..._jax.xla import force_cast
 from ..._numerics.checks import require_bool
 from ..._numerics.formats import E2M1, E4M3, Format, saturating_cast, spacing_of
 from ..._numerics.quantized_array import QuantizedArray, expand
-from ...devices.device import NO_UNITS, MatrixUnits
+from ...devices.device import FP4_UNITS, MatrixUnits
 from .base import AbstractScaling, OperandUse
 from .block import block_shape, blockwise_amax, blockwise_sum
-from .multiplier import amax_over_devices, multiplier_of
+from .multiplier import amax_over_devices, multiplier_of, scale_of
 
 
 # Twice the smallest scale that no device flushes to zero: rounded to E4M3, it may lose a third.
@@ -67,7 +67,8 @@ class NVFP4Scaling(AbstractScaling):
     four_over_six: bool = False
     per_device: bool = False
 
-    units: ClassVar[MatrixUnits] = NO_UNITS
+    units: ClassVar[MatrixUnits] = FP4_UNITS
+    rounds_scale: ClassVar[bool] = True
     gradient_format: ClassVar[Format] = E2M1
 
     def __post_init__(self) -> None:
@@ -93,8 +94,13 @@ class NVFP4Scaling(AbstractScaling):
         axes = tuple(range(use.ensemble, x.ndim))
         tensor_amax = jnp.max(jnp.where(finite, amax, 0.0), axis=axes, keepdims=True, initial=0.0)
         tensor_amax = amax_over_devices(tensor_amax, () if self.per_device else use.devices)
-        multiplier = multiplier_of(tensor_amax, E4M3.max * use.format.max)
-        unit = np.float32(1.0) / multiplier
+        limit = E4M3.max * use.format.max
+        if use.scale_bits < 24:
+            unit = scale_of(tensor_amax, limit, use.scale_bits)
+            multiplier = np.float32(1.0) / unit
+        else:
+            multiplier = multiplier_of(tensor_amax, limit)
+            unit = np.float32(1.0) / multiplier
         exact_scale = amax * (multiplier / np.float32(use.format.max))
         # Else the scale, a product of the two, would be flushed to zero for tensors below 1e-34.
         exact_scale = jnp.where(amax > 0.0, jnp.maximum(exact_scale, _SMALLEST_SCALE * multiplier), np.float32(0.0))
@@ -102,7 +108,8 @@ class NVFP4Scaling(AbstractScaling):
         if self.four_over_six:
             scale = self._better(x, scale, exact_scale, unit, use, block)
         scale = jnp.where(finite, scale, np.float32(np.nan))
-        return QuantizedArray(use.cast(_scaled(x, scale, block)), scale, block)
+        data = use.cast(_scaled(x, scale, block))
+        return QuantizedArray(data, scale, block, tensor_scale=unit, tensor_scale_bits=use.scale_bits)
 
     def _better(
         self, x: Array, for_six: Array, exact_scale: Array, unit: Array, use: OperandUse, block: tuple[int, ...]
