@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import haliax_fp8 as fp8
+from haliax_fp8._product import blocks
 from haliax_fp8.preflight import compilable_devices, inspect_step
 
 
@@ -76,13 +77,29 @@ def test_blocks_send_little_more_than_delayed_scaling(recipe):
     report.require(fp8_gathers=1.0)
 
 
-@pytest.mark.parametrize("sharding", [None, (P(), P("data")), (P("data"), P("data")), (P(None, "data"), P())], ids=str)
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1024, 256, 512), (36, 50, 70)])
-def test_nvfp4_multiplies_in_fp4_on_one_device_and_on_several(sharding, rows, inputs, outputs):
-    """All three products; also with sides that fill neither a block nor what cuDNN aligns to."""
-    sides = {"weights": outputs, "tokens": rows, "sum": inputs}
-    if sharding is not None and any(side % 4 for side in sides.values()):
-        pytest.skip("devices get equal parts of an argument")
+WHOLE, TOKENS_DIVIDED, WEIGHTS_DIVIDED, SUM_DIVIDED = (
+    None,
+    (P(), P("data")),
+    (P("data"), P("data")),
+    (P(None, "data"), P()),
+)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "sides"),
+    [
+        # The second fill neither a block nor what cuDNN aligns to.
+        (WHOLE, (1024, 256, 512)),
+        (WHOLE, (33, 50, 70)),
+        (TOKENS_DIVIDED, (1024, 256, 512)),
+        (WEIGHTS_DIVIDED, (1024, 256, 512)),
+        # Each device sums over three blocks, which cuDNN's alignment makes four.
+        (SUM_DIVIDED, (1024, 192, 512)),
+    ],
+)
+def test_nvfp4_multiplies_in_fp4_on_one_device_and_on_several(sharding, sides):
+    """All three products."""
+    rows, inputs, outputs = sides
     config = fp8.Fp8Config(recipe="nvfp4", emulate=True)
     make = lambda: fp8.fp8_linear_layers(eqx.nn.Linear(inputs, outputs, use_bias=False, key=jax.random.key(0)), config)
 
@@ -104,6 +121,28 @@ def test_nvfp4_multiplies_in_fp4_on_one_device_and_on_several(sharding, rows, in
     assert {(p.name, p.lhs, p.rhs, p.implementation) for p in products} == {
         (name, "f4e2m1fn", "f4e2m1fn", "cuDNN block scaled") for name in ("fprop", "dgrad", "wgrad")
     }
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_operands_of_wgrad_are_transposed_in_bytes(recipe, monkeypatch):
+    """Otherwise XLA computes them in the layout that the call reads, and transposes bfloat16."""
+
+    def gradients(model, x, key):
+        def loss(model):
+            model = fp8.with_rounding_keys(fp8.cast_params(model, jnp.bfloat16), key)
+            return (model[0](x).astype(jnp.float32) ** 2).mean()
+
+        return fp8.filter_grad(loss)(model)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    moved = []
+    for function in (blocks.transposed_in_bytes, lambda data: data):
+        monkeypatch.setattr(blocks, "transposed_in_bytes", function)
+        jax.clear_caches()
+        report = inspect_step(gradients, converted(recipe)[:1], X, key, device="b200", other_setting=False)
+        moved.append(report.step.others.bytes)
+    jax.clear_caches()
+    assert moved[0] < 0.95 * moved[1]
 
 
 def test_devices_multiply_blocks_inside_shard_map():

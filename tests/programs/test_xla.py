@@ -211,6 +211,7 @@ SHOWN_BY = {
     "on_cpu": "test_xla.py::test_switches_between_platforms",
     "on_cuda": "test_xla.py::test_switches_between_platforms",
     "read_together": "test_xla.py::test_what_reads_a_product_of_tritons_is_fused",
+    "transposed_in_bytes": "test_compiled_blocks.py::test_operands_of_wgrad_are_transposed_in_bytes",
     "transposed_once": "test_compiled_kernels_once.py::test_cublaslt_finds_what_it_reads",
 }
 

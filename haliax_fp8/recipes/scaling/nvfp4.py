@@ -13,7 +13,7 @@ from ..._numerics.checks import require_bool
 from ..._numerics.formats import E2M1, E4M3, Format, saturating_cast, spacing_of
 from ..._numerics.quantized_array import QuantizedArray, expand
 from ...devices.device import FP4_UNITS, MatrixUnits
-from .base import AbstractScaling, OperandUse
+from .base import AbstractScaling, CastCost, OperandUse
 from .block import block_shape, blockwise_amax, blockwise_sum
 from .multiplier import amax_over_devices, multiplier_of, scale_of
 
@@ -70,6 +70,8 @@ class NVFP4Scaling(AbstractScaling):
     units: ClassVar[MatrixUnits] = FP4_UNITS
     rounds_scale: ClassVar[bool] = True
     gradient_format: ClassVar[Format] = E2M1
+    # As XLA compiles it for a B200: the amaxes of blocks and of the tensor, the cast, its transposition, four bits.
+    cast_cost: ClassVar[CastCost] = CastCost(bytes=13.0, launches=9)
 
     def __post_init__(self) -> None:
         require_bool("per_device", self.per_device, of="NVFP4Scaling")
