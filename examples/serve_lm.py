@@ -34,7 +34,7 @@ from examples.train_lm.run import Run, make_evaluation, make_loss, make_optimize
 from examples.train_lm.sample import generate
 from examples.train_lm.train import resume_runs
 from haliax_fp8 import TrainStep, cast_params, restore_linear_layers
-from haliax_fp8.huggingface import export_model, hugging_face_config, import_model, names
+from haliax_fp8.huggingface import export_model, import_model
 from haliax_fp8.models import Transformer
 from haliax_fp8.serving import quantize_for_inference, schemes, serving_mismatch
 
@@ -112,10 +112,9 @@ def exported(model: Transformer, scheme: str, folder: pathlib.Path, like: Transf
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    config = hugging_face_config(model)
-    report = export_model(model, folder, LAYOUTS[scheme], names=names.LLAMA, config=config)
+    report = export_model(model, folder, LAYOUTS[scheme])
     write_byte_tokenizer(folder, max_length=model.config.max_length)
-    import_model(folder, like, names=names.LLAMA)
+    import_model(folder, like)
     return report.quantized_bytes + report.dense_bytes
 
 

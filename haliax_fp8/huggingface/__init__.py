@@ -1,7 +1,7 @@
 """Folders in Hugging Face's format: exported for engines, imported into models, checked, converted and explained."""
 
 from . import names as names
-from .architecture import hugging_face_config as hugging_face_config, load as load
+from .architecture import hugging_face_config as hugging_face_config
 from .check import CheckReport as CheckReport, Fault as Fault, check_folder as check_folder
 from .convert import (
     Conversion as Conversion,
@@ -17,6 +17,6 @@ from .frozen import (
     FrozenMoELinear as FrozenMoELinear,
     thaw as thaw,
 )
-from .importing import Weights as Weights, import_model as import_model
+from .importing import Weights as Weights, import_model as import_model, load as load
 from .layout import Layout as Layout
 from .names import NameMap as NameMap

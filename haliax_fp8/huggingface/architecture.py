@@ -2,73 +2,14 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import equinox as eqx
 import haliax.nn as hnn
-import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from .._product.arguments import floating_dtype
 from ..models.transformer import LinearRope, Llama3Rope, MixtureOfExperts, Transformer, TransformerConfig
-from .folder import TensorFolder, require_folder_name
-from .importing import Weights, import_model
+from .folder import TensorFolder
 from .names import LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, NameMap
-
-
-def load(
-    directory: str | os.PathLike[str],
-    *,
-    weights: "Weights | str" = "dequantized",
-    dtype: DTypeLike | None = None,
-    without_effect: tuple[str, ...] = (),
-) -> Transformer:
-    """The model of a folder: Llama, Mistral, Qwen2, Qwen3, Mixtral or Qwen3-MoE, plain or in any layout of FP8.
-
-    `config.json` says what the model computes; every key that changes it is taken from there or refused by name. So the
-    model is the folder's, and not one with the same shapes.
-
-    Args:
-        directory: The folder, with `config.json` beside its safetensors.
-        weights: As in `import_model`: `"dequantized"`, `"frozen"` or `"served"`.
-        dtype: The dtype of the weights that are not in FP8; by default the one that `config.json` names.
-        without_effect: Keys of `config.json` that this version does not know, and that you know not to matter.
-
-    Returns:
-        The model, its blocks stacked. Sequences may be as long as `max_position_embeddings`, or as the window of a
-        sliding attention: up to there it is the same as attention to all positions.
-
-    Raises:
-        ValueError: If the architecture or a key of `config.json` is not supported; or as `import_model` does.
-
-    Example:
-        >>> import tempfile
-        >>> from haliax_fp8.huggingface import export_model, hugging_face_config, load, names
-        >>> from haliax_fp8.models import Transformer, TransformerConfig
-        >>> trained = Transformer.init(TransformerConfig(layers=1), key=jax.random.key(0))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     options = {"names": names.LLAMA, "config": hugging_face_config(trained)}
-        ...     report = export_model(trained, f"{folder}/model", "FP8_DYNAMIC", **options)
-        ...     served = load(f"{folder}/model", weights="served")
-        >>> type(served.blocks.blocks[0].mlp.up).__name__
-        'ServedLinear'
-    """
-    require_folder_name(directory, "load(directory)")
-    folder = TensorFolder.open(directory)
-    config, names = transformer_of(folder, without_effect)
-    named = folder.config.get("dtype", folder.config.get("torch_dtype", "bfloat16"))
-    dtype = floating_dtype("dtype", named if dtype is None else dtype)
-    init = functools.partial(Transformer.init, config)
-    model = eqx.filter_eval_shape(lambda key: init(key=key), jax.random.key(0))
-    cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype) if _is_floating(x) else x
-    return import_model(directory, jax.tree.map(cast, model), names=names, weights=weights)
-
-
-def _is_floating(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 # --- Reading config.json ----------------------------------------------------------------------------------------------
@@ -363,9 +304,26 @@ def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[
     return written
 
 
-def names_of(model: Transformer) -> NameMap:
-    """The names of a model's tensors in the folder that `hugging_face_config` describes."""
-    return _FAMILIES[hugging_face_config(model)["model_type"]].names
+def names_of(model: Any, names: Any = None) -> NameMap:
+    """The names of a model's tensors in folders: those that were given, or those of its architecture, if it has one."""
+    if names is None and isinstance(model, Transformer) and _is_described(model):
+        return _FAMILIES[hugging_face_config(model)["model_type"]].names
+    return NameMap.of(names)
+
+
+def config_of(model: Any, hf_config: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """What `config.json` says of a model: what was given, or what describes its architecture, if it has one."""
+    if hf_config is None and isinstance(model, Transformer) and _is_described(model):
+        return hugging_face_config(model)
+    return hf_config or {}
+
+
+def _is_described(model: Transformer) -> bool:
+    try:
+        hugging_face_config(model)
+    except ValueError:
+        return False
+    return True
 
 
 def _rope_settings(scaling: Any) -> dict[str, Any]:

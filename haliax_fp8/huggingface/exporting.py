@@ -24,6 +24,7 @@ from ..layers.tensor_names import is_embedding, is_head
 from ..layers.walk import Targets, as_patterns
 from ..recipes.recipe import SCALE_BITS, OperandName
 from ..recipes.scaling import AbstractScaling
+from .architecture import config_of, names_of
 from .check import check_folder
 from .folder import CONFIG, TensorFolder, new_folder, require_folder_name, write_tensors
 from .layout import E4M3, PLAIN, Layout, as_layout, require_elements
@@ -76,14 +77,14 @@ def export_model(
     layout: str | Layout = "FP8_DYNAMIC",
     *,
     names: Any = None,
-    config: Mapping[str, Any] | None = None,
+    hf_config: Mapping[str, Any] | None = None,
     dtype: DTypeLike | None = "bfloat16",
     bf16_scales: bool = True,
     training_scales: bool = True,
     targets: Targets | None = None,
     exclude: Targets | None = None,
     shard_bytes: int = 5 * 10**9,
-    rules_of: Fp8Config | None = None,
+    config: Fp8Config | None = None,
 ) -> ExportReport:
     """Writes a model as inference engines load it: safetensors and `config.json`.
 
@@ -113,8 +114,10 @@ def export_model(
         model: A converted model, a plain one, or one with frozen FP8 layers, whose data and scales stay as they are.
         directory: The folder; new or empty.
         layout: The layout or its name, see above.
-        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models`.
-        config: What `config.json` says of the architecture, such as `huggingface.hugging_face_config(model)`.
+        names: The `NameMap`, or a dict from the model's names to the checkpoint's. By default a `models.Transformer`
+            has the names of its architecture, and any other model those of Haliax's state dict, as with `{}`.
+        hf_config: What `config.json` says of the architecture; by default `hugging_face_config(model)` for a
+            `models.Transformer`, and else nothing.
         dtype: The dtype in which the model computes: kernels are rounded to it before they are quantized, as a step
             does that casts its parameters. None keeps each array's own.
         bf16_scales: Round scales up to what bfloat16 holds, because engines that cast a model cast its scales too.
@@ -125,7 +128,7 @@ def export_model(
             with `*` for the number of a block.
         exclude: Layers to leave in high precision; by default those called `head` or `lm_head`.
         shard_bytes: The most bytes of a file; larger models have several, and an index.
-        rules_of: Only its `rules` matter; needed for layers of your own classes.
+        config: Only its `rules` matter; needed for layers of your own classes.
 
     Returns:
         What was written.
@@ -147,12 +150,12 @@ def export_model(
     if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes!r} must be a positive integer; 5 * 10**9 is usual")
     try:
-        json.dumps(config, allow_nan=False, default=str)
+        json.dumps(hf_config, allow_nan=False, default=str)
     except ValueError as error:
-        raise ValueError(f"config={config!r} cannot be written as JSON: {error}") from error
+        raise ValueError(f"hf_config={hf_config!r} cannot be written as JSON: {error}") from error
     check_not_modified(model)
     chosen = as_layout(layout)
-    how = _How(names, dtype, bf16_scales, training_scales, targets, exclude, rules_of)
+    how = _How(names_of(model, names), dtype, bf16_scales, training_scales, targets, exclude, config)
     tensors, tied = _to_write(model, chosen, how)
     origins: Counter[str] = Counter()
     digests: dict[str, str] = {}
@@ -169,7 +172,7 @@ def export_model(
     with new_folder(directory) as folder:
         write_tensors(folder, [(tensor.specs, lambda tensor=tensor: made(tensor)) for tensor in tensors], shard_bytes)
         ties = {"tie_word_embeddings": True} if tied else {}
-        for name, content in {**files, CONFIG: {**(config or {}), **ties, **described}}.items():
+        for name, content in {**files, CONFIG: {**config_of(model, hf_config), **ties, **described}}.items():
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
         _compare(folder, tensors, digests)
         _require_sound(folder)
@@ -192,7 +195,7 @@ def serving_tensors(
     training_scales: bool = True,
     targets: Targets | None = None,
     exclude: Targets | None = None,
-    rules_of: Fp8Config | None = None,
+    config: Fp8Config | None = None,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and arrays one at a time, for an engine that takes weights while it runs.
 
@@ -208,7 +211,7 @@ def serving_tensors(
         training_scales: As in `export_model`.
         targets: As in `export_model`.
         exclude: As in `export_model`.
-        rules_of: As in `export_model`.
+        config: As in `export_model`.
 
     Raises:
         ValueError: As in `export_model`.
@@ -219,7 +222,7 @@ def serving_tensors(
         [('up.weight', 'float8_e4m3fn', (32, 64)), ('up.weight_scale', 'float32', (32, 1))]
     """
     require_layers(model, "serving_tensors(model, layout)")
-    how = _How(names, dtype, bf16_scales, training_scales, targets, exclude, rules_of)
+    how = _How(names_of(model, names), dtype, bf16_scales, training_scales, targets, exclude, config)
     tensors, _ = _to_write(model, as_layout(layout), how)
     pairs = (zip(tensor.specs, tensor.encoded(tensor.read()), strict=True) for tensor in tensors)
     return ((spec.name, array) for pair in pairs for spec, array in pair)
@@ -235,13 +238,13 @@ _HEADS = ("head", "lm_head")
 class _How:
     """The arguments of an export that say what the tensors of a model become."""
 
-    names: Any
+    names: NameMap
     dtype: DTypeLike | None
     bf16_scales: bool
     training_scales: bool
     targets: Targets | None
     exclude: Targets | None
-    rules_of: Fp8Config | None
+    config: Fp8Config | None
 
     def __post_init__(self) -> None:
         for flag in ("bf16_scales", "training_scales"):
@@ -255,7 +258,7 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
         ValueError: If two tensors get the same name, nothing is left to quantize, a scale is missing, or a layer of the
             model is in another format of FP8 than layouts have.
     """
-    names, rules = NameMap.of(how.names), as_config(how.rules_of).rules
+    names, rules = how.names, as_config(how.config).rules
     patterns: dict[str, Any] = {
         "dtype": None if how.dtype is None else np.dtype(how.dtype),
         "targets": None if how.targets is None else as_patterns("targets", how.targets),

@@ -1,4 +1,4 @@
-"""import_model: a checkpoint in any of the layouts, made by anyone, into a model of Haliax or Equinox."""
+"""Checkpoints in any of the layouts, made by anyone: into a model of Haliax or Equinox, or as a model of `models`."""
 
 import dataclasses
 import enum
@@ -9,23 +9,29 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._files.fits import require_fits
 from .._numerics.checks import nearest
+from .._product.arguments import floating_dtype
 from ..layers.checks import require_layers
 from ..layers.config import Fp8Config, as_config
 from ..layers.equinox import rebuilt
 from ..layers.kernel import Kernel
 from ..layers.rule import LayerRule
 from ..layers.tensor_names import JOINED
+from ..models.transformer import Transformer
 from ..serving.unstack import unstacked
+from .architecture import names_of, transformer_of
 from .check import Checked, Fault
 from .folder import TensorFolder, require_folder_name
 from .fp8_layers import frozen_layer, served_layer
 from .layout import CACHE_SCALES, SCALES, Inputs
-from .model import Leaf, Site, leaves, map_sites, plain, tensors_of, without_sharing
+from .model import Leaf, Site, leaves, map_sites, plain, sites, tensors_of, without_sharing
 from .names import NameMap
 from .scaled_matrix import ScaledMatrix
 from .tensors import Tensor, Values, tensors_in, with_each_expert
@@ -64,7 +70,8 @@ def import_model[M](
         directory: The folder of the checkpoint.
         model: A model of the same sizes, whose weights do not matter: it may be abstract (`eqx.filter_eval_shape`).
             Arrays are divided as its own are, if they have a sharding.
-        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models`.
+        names: The `NameMap`, or a dict from the model's names to the checkpoint's. By default a `models.Transformer`
+            has the names of its architecture, and any other model those of Haliax's state dict, as with `{}`.
         weights: `"dequantized"`, `"frozen"` or `"served"`; see `Weights`. A served model is as
             `serving.quantize_for_inference` makes it: inputs are quantized as the checkpoint says, stacks become one
             block after the other, and layers compute in the dtype of the model's parameters.
@@ -85,7 +92,7 @@ def import_model[M](
     except ValueError:
         options = ", ".join(repr(member.value) for member in Weights)
         raise ValueError(f"weights={weights!r} must be one of {options}") from None
-    rules, checked, name_map = as_config(config).rules, Checked.of(TensorFolder.open(directory)), NameMap.of(names)
+    rules, checked, name_map = as_config(config).rules, Checked.of(TensorFolder.open(directory)), names_of(model, names)
     folder = checked.folder
     outputs = functools.cache(
         lambda: {
@@ -107,7 +114,64 @@ def import_model[M](
             f"the model has no array for {', '.join(unused[:3])}{more} of {os.fspath(directory)}; map their names with "
             "names=..., or leave them out with strict=False"
         )
+    if weights is not Weights.DEQUANTIZED and not any(site.is_in_fp8 for site in sites(loaded, rules)):
+        raise ValueError(
+            f"weights={weights.value!r} needs weights in FP8, and {os.fspath(directory)} has none for the model's layers: "
+            "all layers would stay trainable. Give a folder in FP8, such as `haliax-fp8 checkpoint convert` makes, or "
+            "take weights='dequantized'"
+        )
     return unstacked(loaded) if weights is Weights.SERVED else loaded
+
+
+def load(
+    directory: str | os.PathLike[str],
+    *,
+    weights: "Weights | str" = "dequantized",
+    dtype: DTypeLike | None = None,
+    without_effect: tuple[str, ...] = (),
+) -> Transformer:
+    """The model of a folder: Llama, Mistral, Qwen2, Qwen3, Mixtral or Qwen3-MoE, plain or in any layout of FP8.
+
+    `config.json` says what the model computes; every key that changes it is taken from there or refused by name. So the
+    model is the folder's, and not one with the same shapes.
+
+    Args:
+        directory: The folder, with `config.json` beside its safetensors.
+        weights: As in `import_model`: `"dequantized"`, `"frozen"` or `"served"`.
+        dtype: The dtype of the weights that are not in FP8; by default the one that `config.json` names.
+        without_effect: Keys of `config.json` that this version does not know, and that you know not to matter.
+
+    Returns:
+        The model, its blocks stacked. Sequences may be as long as `max_position_embeddings`, or as the window of a
+        sliding attention: up to there it is the same as attention to all positions.
+
+    Raises:
+        ValueError: If the architecture or a key of `config.json` is not supported; or as `import_model` does.
+
+    Example:
+        >>> import tempfile
+        >>> from haliax_fp8.huggingface import export_model, load
+        >>> from haliax_fp8.models import Transformer, TransformerConfig
+        >>> trained = Transformer.init(TransformerConfig(layers=1), key=jax.random.key(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = export_model(trained, f"{folder}/model", "FP8_DYNAMIC")
+        ...     served = load(f"{folder}/model", weights="served")
+        >>> type(served.blocks.blocks[0].mlp.up).__name__
+        'ServedLinear'
+    """
+    require_folder_name(directory, "load(directory)")
+    folder = TensorFolder.open(directory)
+    config, names = transformer_of(folder, without_effect)
+    named = folder.config.get("dtype", folder.config.get("torch_dtype", "bfloat16"))
+    dtype = floating_dtype("dtype", named if dtype is None else dtype)
+    init = functools.partial(Transformer.init, config)
+    model = eqx.filter_eval_shape(lambda key: init(key=key), jax.random.key(0))
+    cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype) if _is_floating(x) else x
+    return import_model(directory, jax.tree.map(cast, model), names=names, weights=weights)
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights) -> Any:

@@ -36,7 +36,7 @@ def quantize_for_inference[M](
     targets: Targets | None = None,
     exclude: Targets = (),
     unstack: bool = True,
-    rules_of: Fp8Config | None = None,
+    config: Fp8Config | None = None,
     served_layers: Mapping[type, Constructor] | None = None,
 ) -> M:
     """The model with the weights of its linear layers in FP8: one byte each, and scales.
@@ -64,7 +64,7 @@ def quantize_for_inference[M](
         exclude: Layers to leave in high precision.
         unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same numbers and the
             same keys in state dicts. Stacks in ensembles stay.
-        rules_of: A configuration; only its `rules` matter. Needed for layers of your own classes.
+        config: A configuration; only its `rules` matter. Needed for layers of your own classes.
         served_layers: For each class of your own, a function that takes a layer of it and the `ServedKernel` that it
             multiplies by, and returns an `AbstractServedLayer`: `{Dense: ServedDense.of}`.
 
@@ -85,7 +85,7 @@ def quantize_for_inference[M](
     require_layers(model, "quantize_for_inference(model, scheme)")
     chosen = as_scheme(scheme)
     check_not_modified(model)
-    rules = as_config(rules_of).rules
+    rules = as_config(config).rules
     constructors = constructors_with(served_layers, rules)
     selected = _selected(model, rules, targets, exclude)
     done: dict[int, Any] = {}

@@ -110,7 +110,7 @@ def bytes_of(tensors) -> dict[str, tuple]:
 @pytest.mark.parametrize("layout", layouts)
 def test_round_trip(trained, plain, layout, tmp_path):
     """Exported, imported frozen, exported again: every byte. Dequantized, it is `data * scale`. Streamed, the same."""
-    options = {"names": names.LLAMA, "config": hugging_face_config(plain)}
+    options = {"names": names.LLAMA, "hf_config": hugging_face_config(plain)}
     report = export_model(trained, tmp_path / "first", layout, **options)
     frozen = import_model(tmp_path / "first", eqx.filter_eval_shape(lambda: plain), names=names.LLAMA, weights="frozen")
     export_model(frozen, tmp_path / "second", layout, **options)
@@ -245,9 +245,9 @@ def test_state_that_no_step_has_written_is_refused(tmp_path):
 
 
 def test_names_are_those_of_state_dicts(plain):
-    """Without a map, every entry of Haliax's state dict, with its values."""
+    """With no rule, every entry of Haliax's state dict, with its values."""
     expected = {name: np.asarray(x) for name, x in to_torch_compatible_state_dict(plain).items()}
-    assert bytes_of(serving_tensors(plain, "BF16", dtype=None)) == bytes_of(expected)
+    assert bytes_of(serving_tensors(plain, "BF16", names={}, dtype=None)) == bytes_of(expected)
 
 
 def test_a_head_that_is_the_embedding_is_written_once(plain, tmp_path):
@@ -258,7 +258,7 @@ def test_a_head_that_is_the_embedding_is_written_once(plain, tmp_path):
         shared = eqx.nn.Shared(plain, *sharing)
         for model in (shared, fp8_linear_layers(shared, exclude="head", recipe="current")):
             out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-            report = export_model(model, out, names=names.LLAMA, config=hugging_face_config(plain))
+            report = export_model(model, out, names=names.LLAMA, hf_config=hugging_face_config(plain))
             tensors = read(out / "model.safetensors")
             assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] and report.quantized == 14
             assert "lm_head.weight" not in tensors and report.ignore == ("model.embed_tokens", "lm_head")
@@ -340,14 +340,14 @@ def test_equinox_and_own_classes(tmp_path):
     dense = Dense(jax.random.normal(keys[0], (32, 48)))
     model = {"ensemble": ensemble, "mlp": eqx.nn.MLP(8, 8, 16, 1, key=keys[0]), "own": (dense, None)}
     rules = Fp8Config(rules=(DenseRule(), *default_rules))
-    export_model(model, tmp_path / "out", "BF16", dtype=None, rules_of=rules)
+    export_model(model, tmp_path / "out", "BF16", dtype=None, config=rules)
     tensors = read(tmp_path / "out/model.safetensors")
     np.testing.assert_array_equal(tensors["own.0.weight"], dense.kernel.T)
     np.testing.assert_array_equal(tensors["ensemble.2.weight"], ensemble.weight[2])
     np.testing.assert_array_equal(tensors["ensemble.2.bias"], ensemble.bias[2])
     zeros = jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, model)
     assert bool(eqx.tree_equal(import_model(tmp_path / "out", zeros, config=rules), model))
-    export_model(model, tmp_path / "fp8", rules_of=rules)
+    export_model(model, tmp_path / "fp8", config=rules)
     frozen = import_model(tmp_path / "fp8", {**zeros, "own": ()}, weights="frozen", config=rules, strict=False)
     x = jax.random.normal(keys[1], (32,))
     found = eqx.filter_vmap(lambda layer: layer(x))(frozen["ensemble"])
@@ -434,9 +434,9 @@ def test_an_export_that_engines_would_misread_is_refused(words, trained, tmp_pat
             lambda out: export_model([emb, mlp], out, "HF_FP8"),
             r"1.layers.0.weight: .*`ignore` lists the layer.*Give names=",
         ),
-        (lambda out: export_model(half, out), "query, key, value are in FP8 and some are not"),
+        (lambda out: export_model(half, out, names={}), "query, key, value are in FP8 and some are not"),
         (
-            lambda out: export_model(trained, out, names=names.LLAMA, config={"num_hidden_layers": 3}),
+            lambda out: export_model(trained, out, names=names.LLAMA, hf_config={"num_hidden_layers": 3}),
             "no tensor is named model.layers.2",
         ),
         (lambda out: export_model(broken, out), "shift.bias: 1 of its elements"),
@@ -535,7 +535,7 @@ class OnADiskThatLosesABit(collections.UserDict):
 def test_what_reads_back_otherwise_is_no_export(plain, tmp_path, tensor, named):
     """One bit of a weight, of its scale, of what is not quantized."""
     with pytest.raises(ValueError, match=f"^{named} did not read back as it was"):
-        export_model(plain, tmp_path / "out", config=OnADiskThatLosesABit(tmp_path, tensor))
+        export_model(plain, tmp_path / "out", names={}, hf_config=OnADiskThatLosesABit(tmp_path, tensor))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -273,9 +273,9 @@ def test_fp8_data_never_become_numbers_without_their_scales(dtype, weights, tmp_
         with pytest.raises(ValueError, match=rf"up\.bias: {message}"):
             import_model(tmp_path / case, model, weights=weights)
     # What the model does not want is not looked at.
-    write_folder(tmp_path / "other", {"up.weight": plain, "other": data}, config)
-    loaded = import_model(tmp_path / "other", linear(192, 160), weights=weights, strict=False)["up"]
-    np.testing.assert_array_equal(loaded.weight, plain.astype(np.float32))
+    write_folder(tmp_path / "other", {"up.weight": plain, "other": data, **quantized}, config)
+    loaded = import_model(tmp_path / "other", {**model, "up": linear(192, 160)["up"]}, weights=weights, strict=False)
+    np.testing.assert_array_equal(loaded["up"].weight, plain.astype(np.float32))
 
 
 def test_layouts_that_are_only_read(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 
 from haliax_fp8 import cast_params
 from haliax_fp8.huggingface import export_model, hugging_face_config, load
-from haliax_fp8.huggingface.architecture import names_of
 from haliax_fp8.models import LinearRope, Llama3Rope, MixtureOfExperts, Transformer, TransformerConfig
 
 
@@ -41,7 +40,7 @@ def trained(**parts):
 
 
 def written(folder, model, layout="BF16"):
-    export_model(model, folder, layout, names=names_of(model), config=hugging_face_config(model))
+    export_model(model, folder, layout)
     return folder
 
 
@@ -64,6 +63,13 @@ def test_weights_in_fp8_stay_in_fp8(weights, tmp_path):
     blocks = loaded.blocks.stacked if weights == "frozen" else loaded.blocks.blocks[0]
     assert type(blocks.mlp.up).__name__ == {"frozen": "FrozenLinear", "served": "ServedLinear"}[weights]
     assert loaded.embedding.weight.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("weights", ["frozen", "served"])
+def test_what_would_freeze_nothing_is_refused(weights, tmp_path):
+    folder = written(tmp_path / "folder", trained())
+    with pytest.raises(ValueError, match=f"weights='{weights}' needs weights in FP8"):
+        load(folder, weights=weights)
 
 
 # Key of config.json, its value, and what the error says.

@@ -38,7 +38,7 @@ def main(folder: pathlib.Path) -> None:
     for layout in (*named, "FP32"):
         quantized = layout != "FP32"
         dtype = "bfloat16" if quantized else "float32"
-        options = {"names": names.LLAMA, "config": hugging_face_config(plain, dtype=dtype), "dtype": dtype}
+        options = {"names": names.LLAMA, "hf_config": hugging_face_config(plain, dtype=dtype), "dtype": dtype}
         export_model(model, folder / layout, layout if quantized else "BF16", **options)
         write_byte_tokenizer(folder / layout, max_length=CONFIG.max_length)
         if quantized:
@@ -53,7 +53,7 @@ def main(folder: pathlib.Path) -> None:
     write_experts(folder / "experts", tokens, expected)
     x = jax.random.normal(jax.random.key(1), (64, CONFIG.hidden), jnp.bfloat16)
     expected |= product(folder / "FP8", plain, x)
-    export_model(model, folder / "sharded", names=names.LLAMA, config=hugging_face_config(plain), shard_bytes=200_000)
+    export_model(model, folder / "sharded", shard_bytes=200_000)
     write_byte_tokenizer(folder / "sharded", max_length=CONFIG.max_length)
     np.savez(folder / "expected.npz", **expected)
 
@@ -80,7 +80,7 @@ def log_probabilities(folder: pathlib.Path, model: Transformer, tokens: hax.Name
 def write_stream(folder: pathlib.Path) -> None:
     """Another model, as a folder and as what `serving_tensors` yields."""
     other = Transformer.init(CONFIG, key=jax.random.key(7))
-    export_model(other, folder / "other", names=names.LLAMA, config=hugging_face_config(other))
+    export_model(other, folder / "other", names=names.LLAMA, hf_config=hugging_face_config(other))
     write_byte_tokenizer(folder / "other", max_length=CONFIG.max_length)
     arrays = dict(serving_tensors(other, "FP8_DYNAMIC", names=names.LLAMA))
     bits = {f"bits/{name}": x.view(f"uint{8 * x.dtype.itemsize}") for name, x in arrays.items()}
@@ -94,7 +94,7 @@ def write_experts(folder: pathlib.Path, tokens: hax.NamedArray, expected: dict[s
     expected["experts/logits"] = np.asarray(eqx.filter_jit(lambda m, t: m(t).array)(model, tokens))
     for layout, dtype in (("BF16", "float32"), ("FP8_DYNAMIC", "bfloat16"), ("HF_FP8", "bfloat16")):
         described = hugging_face_config(model, dtype=dtype)
-        export_model(model, folder / layout, layout, names=names.MIXTRAL, config=described, dtype=dtype)
+        export_model(model, folder / layout, layout, names=names.MIXTRAL, hf_config=described, dtype=dtype)
         if layout != "BF16":
             loaded = import_model(folder / layout, model, names=names.MIXTRAL)
             weight = loaded.blocks.stacked.mlp.down.weight.array[1]

@@ -276,8 +276,8 @@ CASES = {
         "shard_bytes=nan must be a positive integer",
     ),
     "what JSON does not know": (
-        lambda: fp8.huggingface.export_model(MODEL, "unused", config={"a": float("nan")}),
-        "config={'a': nan} cannot be written as JSON",
+        lambda: fp8.huggingface.export_model(MODEL, "unused", hf_config={"a": float("nan")}),
+        "hf_config={'a': nan} cannot be written as JSON",
     ),
     # The arguments of a step.
     "a model for updates": (lambda: applied(updates=CONVERTED), "updates hold a custom_jvp"),

@@ -330,24 +330,24 @@ def test_a_class_of_ones_own():
     served_layers = {Dense: lambda layer, kernel: ServedDense(kernel)}
     layer, x = Dense(normal(0, 64, 32)), normal(1, 5, 64)
     trained = fp8_linear_layers(layer, config)
-    served = quantize_for_inference(trained, "dynamic", rules_of=config, served_layers=served_layers)
+    served = quantize_for_inference(trained, "dynamic", config=config, served_layers=served_layers)
     np.testing.assert_array_equal(eqx.filter_jit(served)(x), eqx.filter_jit(trained)(x))
     # Stored with what is summed over last.
     assert served.kernel.data.array.shape == (32, 64) and dequantize(served).weight.shape == (64, 32)
     with pytest.raises(ValueError, match=r"up is a Dense, which.*exclude the layer"):
-        quantize_for_inference({"up": layer}, "dynamic", rules_of=config)
+        quantize_for_inference({"up": layer}, "dynamic", config=config)
     with pytest.raises(ValueError, match=r"served_layers\[Dense\] does not.*lambda"):
-        quantize_for_inference(layer, "dynamic", rules_of=config, served_layers={Dense: ServedDense})
+        quantize_for_inference(layer, "dynamic", config=config, served_layers={Dense: ServedDense})
     with pytest.raises(ValueError, match=r"served_layers\[Dense\]\(layer, kernel\) returned None"):
-        quantize_for_inference(layer, "dynamic", rules_of=config, served_layers={Dense: lambda *_: None})
-    with pytest.raises(ValueError, match=r"served_layers names Dense, but.*rules_of="):
+        quantize_for_inference(layer, "dynamic", config=config, served_layers={Dense: lambda *_: None})
+    with pytest.raises(ValueError, match=r"served_layers names Dense, but.*config="):
         quantize_for_inference([layer, equinox_linear()], "dynamic", served_layers=served_layers)
     for wrong in ({"Dense": ServedDense}, {Dense: None}, ServedDense):
         with (
             unchecked(),
             pytest.raises(ValueError, match=r"served_layers=.*must be a mapping from"),
         ):
-            quantize_for_inference(layer, "dynamic", rules_of=config, served_layers=wrong)
+            quantize_for_inference(layer, "dynamic", config=config, served_layers=wrong)
     with pytest.raises(ValueError, match=r"made for a sum over \(0,\)"):
         served.kernel.dot_general(normal(1, 5, 32), (((1,), (1,)), ((), ())))
 
@@ -383,13 +383,13 @@ def test_the_class_that_a_built_in_one_is_extended_to():
     quantized = lambda layer, **how: quantize_for_inference(layer, "dynamic", **how)
     own = Fp8Config(rules=(DoubledRule(), *default_rules))
     with pytest.raises(ValueError, match="the model itself is a Doubled, which has no"):
-        quantized(doubled, rules_of=own)
-    served = quantized(doubled, rules_of=own, served_layers={Doubled: ServedDoubled})
+        quantized(doubled, config=own)
+    served = quantized(doubled, config=own, served_layers={Doubled: ServedDoubled})
     plain = quantized(layer)
     np.testing.assert_array_equal(jax.vmap(served)(x), 2 * jax.vmap(plain)(x))
     # The nearest class decides, and a user's function comes before the built-in one.
     both = {eqx.nn.Linear: ServedDoubled, Doubled: ServedEquinoxLinear}
-    twice, once = quantized([layer, doubled], rules_of=own, served_layers=both)
+    twice, once = quantized([layer, doubled], config=own, served_layers=both)
     assert (type(twice), type(once)) == (ServedDoubled, ServedEquinoxLinear)
 
 
