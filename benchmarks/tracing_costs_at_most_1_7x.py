@@ -1,4 +1,4 @@
-"""Claim: tracing and lowering a converted model takes at most 1.7 times as long as the plain one, 1.4 without a scan.
+"""Claim: tracing and lowering a converted model takes at most 1.7 times as long as the plain one, 1.5 without a scan.
 
     uv run benchmarks/tracing_costs_at_most_1_7x.py [--compile] [--json FILE] [--markdown]
 
