@@ -116,8 +116,8 @@ def import_model[M](
         )
     if weights is not Weights.DEQUANTIZED and not any(site.is_in_fp8 for site in sites(loaded, rules)):
         raise ValueError(
-            f"weights={weights.value!r} needs weights in FP8, and {os.fspath(directory)} has none for the model's layers: "
-            "all layers would stay trainable. Give a folder in FP8, such as `haliax-fp8 checkpoint convert` makes, or "
+            f"weights={weights.value!r} needs weights in FP8, and {os.fspath(directory)} has none for the model: all "
+            "layers would stay trainable. Give a folder in FP8, such as `haliax-fp8 checkpoint convert` makes, or "
             "take weights='dequantized'"
         )
     return unstacked(loaded) if weights is Weights.SERVED else loaded

@@ -294,7 +294,7 @@ def test_targets_are_judged_and_overrides_are_not():
     [
         ("a100", "delayed", "FP8 would be emulated on a100: FP8 products need compute capability 8.9"),
         ("h100", "mxfp8", "FP8 would be emulated on h100: MXFP8 products"),
-        ("b200", "nvfp4", "FP8 would be emulated on b200: "),
+        ("h100", "nvfp4", "FP8 would be emulated on h100: NVFP4 products"),
         ("tpu6e", "delayed", "FP8 would be emulated on tpu6e: FP8 products need a TPU7x"),
     ],
 )

@@ -97,12 +97,22 @@ def test_what_is_read_back_is_rounded(function):
 
 @pytest.mark.parametrize(
     "device, rows, means",
-    [("h100", 32, ("SCALED_DOT", "DEQUANTIZED")), ("b200", 32, ("SCALED_DOT", "SCALED_MATMUL"))]
+    [("h100", 32, ("SCALED_DOT", "DEQUANTIZED")), ("b200", 32, ("SCALED_MATMUL", "SCALED_MATMUL"))]
     + [("a100", 32, ("DEQUANTIZED", "DEQUANTIZED")), ("h100", 1, ("DEQUANTIZED", "DEQUANTIZED"))]
     + [("local", 32, ("SCALED_DOT", "SCALED_MATMUL"))],
 )
 def test_what_multiplies_blocks(device, rows, means):
-    """On a GPU without FP8 a Triton kernel would end the process; for a vector XLA finds no kernel."""
+    """On a GPU without FP8 a Triton kernel would end the process; for a vector Triton has none."""
     jaxpr = traced(device, "mxfp8", rows, 64, 96)
     fprop = next(e for e in equations(jaxpr) if e.primitive.name == "fp8_block_product")
     assert tuple(each.name for each in fprop.params["means"]) == means
+
+
+@pytest.mark.parametrize(
+    "device, means", [("b200", "SCALED_MATMUL"), ("h100", "DEQUANTIZED"), ("local", "DEQUANTIZED")]
+)
+def test_what_multiplies_blocks_in_fp4(device, means):
+    """Without units for FP4, XLA would expand cuDNN's call to a product in float32."""
+    jaxpr = traced(device, "nvfp4_fprop", 32, 64, 96)
+    fprop = next(e for e in equations(jaxpr) if e.primitive.name == "fp8_block_product")
+    assert tuple(each.name for each in fprop.params["means"]) == (means, means)
