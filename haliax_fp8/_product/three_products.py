@@ -98,7 +98,7 @@ def residual_array(saved: Any) -> Any:
 def forward(
     input: Any,
     kernel: Any,
-    extras: tuple[Array, ...],
+    extras: tuple[Any, ...],
     record: Array | None,
     key: Array | None,
     copies: KernelCopies[Array] | None,
@@ -111,7 +111,7 @@ def forward(
     Args:
         input: The layer's input; JAX may hand over literals.
         kernel: The layer's kernel, which may be a literal too.
-        extras: As in `fp8_dot_general`.
+        extras: As in `fp8_dot_general`, possibly literals.
         record: The scales; None for a stateless recipe.
         key: The random key for stochastic rounding.
         copies: The copies of a kernel that was quantized before; else None.
