@@ -97,7 +97,7 @@ def residual_array(residual: Any) -> Any:
 def forward(
     input: Any,
     kernel: Any,
-    extras: tuple[Array, ...],
+    extras: tuple[Any, ...],
     record: Array | None,
     key: Array | None,
     quantized_kernel: QuantizedKernel[Array] | None,
@@ -110,7 +110,7 @@ def forward(
     Args:
         input: The layer's input; JAX may hand over literals.
         kernel: The layer's kernel, which may be a literal too.
-        extras: As in `fp8_dot_general`.
+        extras: As in `fp8_dot_general`, possibly literals.
         record: The scales; None for a stateless recipe.
         key: The random key for stochastic rounding.
         quantized_kernel: The kernel, if it was quantized before; else None.
