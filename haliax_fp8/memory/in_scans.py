@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 from jax.extend.core import Var, jaxpr_as_fun, jaxprs_in_params
 
+from .._jax.errors import calls_users_function
 from .policies import recompute_elementwise
 
 
@@ -31,6 +32,7 @@ def recomputing_in_scans(function: Callable[[Any], Any]) -> Callable[[Any], Any]
         function: Takes a tree of arrays; its result may hold anything.
     """
 
+    @calls_users_function
     def changed(argument: Any) -> Any:
         others: list[Any] = []
 
