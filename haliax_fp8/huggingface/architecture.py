@@ -227,7 +227,11 @@ def _experts(keys: _Keys, model_type: str) -> Any:
         normalized = keys.flag("norm_topk_prob")
         keys.only("decoder_sparse_step", 1)
         keys.only("mlp_only_layers", [])
-    count = keys.number("num_experts" if model_type == "qwen3_moe" else "num_local_experts", int)
+    # Newer versions of Transformers write the second for all models.
+    counts = {keys.number(key, int) for key in ("num_experts", "num_local_experts") if keys.get(key) is not None}
+    if len(counts) != 1:
+        raise ValueError(f"config.json has num_experts and num_local_experts, {sorted(counts)}; they mean the same")
+    (count,) = counts
     return functools.partial(MixtureOfExperts.init, experts=count, chosen=chosen, normalized=normalized)
 
 

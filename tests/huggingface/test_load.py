@@ -101,6 +101,18 @@ def test_what_load_does_not_compute_is_refused_by_name(key, tmp_path):
         load(folder, without_effect=("logit_scale",))
 
 
+def test_experts_are_counted_under_either_name(tmp_path):
+    model = trained(**MODELS["qwen3_moe"])
+    folder = written(tmp_path / "folder", model)
+    config = json.loads((folder / "config.json").read_text())
+    renamed = {"num_local_experts" if key == "num_experts" else key: value for key, value in config.items()}
+    (folder / "config.json").write_text(json.dumps(renamed))
+    assert load(folder).blocks.stacked.mlp.Experts.size == 4
+    (folder / "config.json").write_text(json.dumps(renamed | {"num_experts": 8}))
+    with pytest.raises(ValueError, match=r"num_experts and num_local_experts, \[4, 8\]"):
+        load(folder)
+
+
 def test_a_window_limits_the_length(tmp_path):
     folder = written(tmp_path / "folder", trained())
     config = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral", "sliding_window": 8}
