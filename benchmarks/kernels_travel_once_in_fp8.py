@@ -102,14 +102,14 @@ class SequenceBlock(eqx.Module):
 
     def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
         """Adds both halves' output."""
-        norms, attention, mlp = self.block.norms, self.block.attention, self.block.mlp
+        block, norms, attention = self.block, self.block.norms, self.block.attention
         inside: Mapping[Any, Any] = {"sequence": "position"}
         between: Mapping[Any, Any] = {"position": "sequence"}
         h = norms[0](x).rename(inside)
         mixed = models.mix(attention.query(h), attention.key(h), attention.value(h))
         x = x + attention.output(mixed.rename(between))
         h = norms[1](x).rename(inside)
-        return x + mlp.down(swiglu(mlp.gate(h), mlp.up(h)).rename(between))
+        return x + block.down(swiglu(block.gate(h), block.up(h)).rename(between))
 
 
 @dataclasses.dataclass(frozen=True)
