@@ -248,8 +248,8 @@ def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[
         dtype: The dtype in which engines compute.
 
     Raises:
-        ValueError: If the model has none of these architectures: if it has learned positions, LayerNorm or another
-            feed-forward layer.
+        ValueError: If the model has none of these architectures: if it is not a `models.Transformer`, or has learned
+            positions, LayerNorm or another feed-forward layer.
 
     Example:
         >>> from haliax_fp8.huggingface import hugging_face_config
@@ -258,6 +258,11 @@ def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[
         >>> hugging_face_config(model)["architectures"]
         ['LlamaForCausalLM']
     """
+    if not isinstance(model, Transformer):
+        raise ValueError(
+            f"model is a {type(model).__name__}, not a haliax_fp8.models.Transformer; write the config.json of your "
+            "own model yourself, and give it to export_model as hf_config"
+        )
     config = model.config
     block = model.blocks.stacked if isinstance(model.blocks, hnn.Stacked) else model.blocks.blocks[0]
     if config.rope_theta is None or not isinstance(model.norm, hnn.RmsNorm):

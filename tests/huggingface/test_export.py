@@ -177,7 +177,7 @@ def test_static_layouts_have_the_numbers_of_training(trained, dtype, bits):
 def test_scales_for_bfloat16(trained):
     """Rounded up, by less than one part in 128, and the kernel is quantized with the rounded scale."""
     rounded, exact = (
-        dict(serving_tensors(trained, "FP8", bf16_scales=choice, dtype="float32")) for choice in (True, False)
+        dict(serving_tensors(trained, "FP8", names={}, bf16_scales=choice, dtype="float32")) for choice in (True, False)
     )
     kernel = np.asarray(trained.blocks.stacked.mlp.up.weight.array[0])
     for name, scale in rounded.items():

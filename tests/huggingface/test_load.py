@@ -133,3 +133,5 @@ def test_a_window_limits_the_length(tmp_path):
 def test_a_model_that_no_config_describes_is_refused(parts):
     with pytest.raises(ValueError, match="biases|learned positions"):
         hugging_face_config(trained(**parts))
+    with pytest.raises(ValueError, match="model is a Linear, not a haliax_fp8.models.Transformer"):
+        hugging_face_config(trained().head)

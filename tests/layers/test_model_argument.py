@@ -68,7 +68,13 @@ OF_ALL = {
     "load_into(model, path)": lambda tree: checkpoints.load_into(tree, {"weight": np.ones(3)}),
 }
 # They take any tree, and have nothing to say of one without state.
-OTHERS = {"fp8_states", "partition_for_grad_overwrite", "check_not_modified", "with_max_gradients"}
+OTHERS = {
+    "hugging_face_config",
+    "fp8_states",
+    "partition_for_grad_overwrite",
+    "check_not_modified",
+    "with_max_gradients",
+}
 
 MISTAKES = {
     "None": (None, "is None, and has no layers"),
