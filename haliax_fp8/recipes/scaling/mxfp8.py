@@ -86,7 +86,7 @@ class MXFP8Scaling(AbstractScaling):
         return QuantizedArray(data, scale, block, scale_bits=1)
 
     def _exponent(self, amax: Float32[Array, "*blocks"], format: Format) -> Int32[Array, "*blocks"]:
-        """The biased exponent of the scale; what is not above 0 is too small for one."""
+        """The biased exponent of the scale; 0 or less where the scale would be too small."""
         if self.scale_rounding == "up":
             return e8m0_exponent(amax * np.float32(1.0 / format.max)).astype(jnp.int32)
         # Half of the mantissa's first bit carries into the exponent from 1.75 on.
