@@ -27,16 +27,16 @@ from haliax_fp8.preflight import inspect_step
 from haliax_fp8.serving import quantize_for_inference
 
 
-SCHEMES = ("bf16", "static", "dynamic", "weight_only", "mxfp8", "block")
+LAYOUTS = ("BF16", "FP8", "FP8_DYNAMIC", "W8A16", "MXFP8", "FP8_BLOCK")
 ROWS = (1, 16, 256)
 FLAGS = {"XLA's defaults": {}, "cuBLASLt alone": {"xla_gpu_enable_triton_gemm": False}}
 
 
-def served(scheme: str, sizes: Sizes, *, stacked: bool = False, unstack: bool = True) -> Any:
+def served(layout: str, sizes: Sizes, *, stacked: bool = False, unstack: bool = True) -> Any:
     """The blocks, abstract.
 
     Args:
-        scheme: How they are quantized, or "bf16".
+        layout: How they are quantized, or "BF16".
         sizes: Their sizes.
         stacked: Whether they begin as a stack.
         unstack: Whether the stack becomes one block after the other.
@@ -44,27 +44,27 @@ def served(scheme: str, sizes: Sizes, *, stacked: bool = False, unstack: bool = 
 
     def make() -> Any:
         blocks = models.llama(stacked=stacked).model(sizes)
-        if scheme == "bf16":
+        if layout == "BF16":
             return blocks
-        if scheme == "static":
+        if layout == "FP8":
             blocks = fp8.fp8_linear_layers(blocks, recipe="delayed", emulate=True)
-        return quantize_for_inference(blocks, scheme, unstack=unstack)
+        return quantize_for_inference(blocks, layout, unstack=unstack)
 
     return eqx.filter_eval_shape(make)
 
 
-def row(scheme: str, rows: int, flags: str, device: str, sizes: Sizes = LLAMA_8B, **stack: bool) -> Row:
+def row(layout: str, rows: int, flags: str, device: str, sizes: Sizes = LLAMA_8B, **stack: bool) -> Row:
     """What one program takes and moves.
 
     Args:
-        scheme: How weights are quantized, or "bf16".
+        layout: How weights are quantized, or "BF16".
         rows: The rows of the input.
         flags: The compiler's, a key of `FLAGS`.
         device: The device.
         sizes: Of the blocks.
         **stack: As in `served`.
     """
-    blocks = served(scheme, sizes, **stack)
+    blocks = served(layout, sizes, **stack)
     axes = hax.Axis("token", rows), hax.Axis("hidden", sizes.llama.hidden)
     x = eqx.filter_eval_shape(lambda: hax.zeros(axes, jnp.bfloat16))
     call = lambda blocks, x: blocks.fold(x)
@@ -72,7 +72,7 @@ def row(scheme: str, rows: int, flags: str, device: str, sizes: Sizes = LLAMA_8B
     program = inspect_step(call, blocks, x, device=device, compiler_options=options).step
     verdicts = collections.Counter(product.verdict.name for product in program.products)
     return {
-        "scheme": scheme,
+        "layout": layout,
         "rows": rows,
         "flags": flags,
         "arguments": program.memory.arguments,
@@ -85,7 +85,7 @@ def row(scheme: str, rows: int, flags: str, device: str, sizes: Sizes = LLAMA_8B
 
 def with_baseline(found: list[Row]) -> list[Row]:
     """Rows with what bf16 takes beside them."""
-    bf16 = {(r["rows"], r["flags"]): r for r in found if r["scheme"] == "bf16"}
+    bf16 = {(r["rows"], r["flags"]): r for r in found if r["layout"] == "BF16"}
     return [{**r, "bf16": bf16[r["rows"], r["flags"]]} for r in found]
 
 
@@ -97,7 +97,7 @@ def traffic(r: Row) -> float:
 COLUMNS: dict[str, Callable[[Any], str]] = {
     "flags": lambda r: r["flags"],
     "rows": lambda r: str(r["rows"]),
-    "weights": lambda r: r["scheme"],
+    "weights": lambda r: r["layout"],
     "products in FP8": lambda r: f"{r['fp8']} of {r['products']}",
     "arguments, MB": lambda r: f"{r['arguments'] / 1e6:,.0f}",
     "of bf16's": lambda r: f"{r['arguments'] / r['bf16']['arguments']:.3f}",
@@ -113,11 +113,11 @@ def main() -> None:
     parser.add_argument("--device", default="h100")
     output.add_arguments(parser)
     options = parser.parse_args()
-    cases = [(flags, rows, scheme) for flags in FLAGS for rows in ROWS for scheme in SCHEMES]
+    cases = [(flags, rows, layout) for flags in FLAGS for rows in ROWS for layout in LAYOUTS]
     found = []
     with Progress(transient=True) as progress:
-        for flags, rows, scheme in progress.track(cases, description="compiling"):
-            found.append(row(scheme, rows, flags, options.device))
+        for flags, rows, layout in progress.track(cases, description="compiling"):
+            found.append(row(layout, rows, flags, options.device))
     title = f"Four blocks of Llama-8B in inference, compiled for {options.device}"
     output.finish(title, COLUMNS, with_baseline(found), options, left=3)
 

@@ -1,8 +1,8 @@
 """Serves what `examples.train_lm` trained: quantizes it each way, compares, exports, reloads, and writes text.
 
     python -m examples.train_lm --steps 300           # first: trains, and keeps a checkpoint
-    python -m examples.serve_lm                       # a table of schemes; folders that inference engines load
-    python -m examples.serve_lm --run runs/train_lm --export runs/served --schemes static dynamic
+    python -m examples.serve_lm                       # a table of layouts; folders that inference engines load
+    python -m examples.serve_lm --run runs/train_lm --export runs/served --layouts FP8 FP8_DYNAMIC
 
 The reference is the trained model with its weights in bf16. A model served with the scales of training computes what
 training computed, bit for bit. No engine with other GPU kernels can be expected to come closer than the floor:
@@ -36,18 +36,11 @@ from examples.train_lm.train import resume_runs
 from haliax_fp8 import TrainStep, cast_params, restore_linear_layers
 from haliax_fp8.huggingface import export_model, import_model
 from haliax_fp8.models import Transformer
-from haliax_fp8.serving import quantize_for_inference, schemes, serving_mismatch
+from haliax_fp8.serving import layouts, quantize_for_inference, serving_mismatch
 
 
-LAYOUTS = {
-    "static": "FP8",
-    "dynamic": "FP8_DYNAMIC",
-    "block": "FP8_BLOCK",
-    "weight_only": "W8A16",
-    "mxfp8": "MXFP8",
-    "bf16": "BF16",
-}
-"""The layout that engines load, for each scheme."""
+MULTIPLY_DIFFERENTLY = tuple(dict.fromkeys(map(str, layouts.values())))
+"""The layouts without those that another one differs from in its folder alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +48,7 @@ class Served:
     """One way to serve the model.
 
     Args:
-        scheme: Its name.
+        layout: The name of its layout.
         model: The model.
         memory: Bytes of all weights.
         disk: Bytes of the exported weights.
@@ -65,7 +58,7 @@ class Served:
         mismatch: The mean change of log p of the text's bytes against training.
     """
 
-    scheme: str
+    layout: str
     model: Transformer
     memory: int
     disk: int
@@ -101,18 +94,18 @@ def trained_run(folder: pathlib.Path, data: str | None) -> tuple[Run, argparse.N
     return runs[-1], options, corpus
 
 
-def exported(model: Transformer, scheme: str, folder: pathlib.Path, like: Transformer) -> int:
+def exported(model: Transformer, layout: str, folder: pathlib.Path, like: Transformer) -> int:
     """Writes the model as engines load it, reads it back, and returns the bytes of its weights.
 
     Args:
         model: The trained model.
-        scheme: Which of `LAYOUTS`.
+        layout: The layout.
         folder: Where to; replaced.
         like: A plain model of the same sizes.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    report = export_model(model, folder, LAYOUTS[scheme])
+    report = export_model(model, folder, layout)
     write_byte_tokenizer(folder, max_length=model.config.max_length)
     import_model(folder, like)
     return report.quantized_bytes + report.dense_bytes
@@ -132,12 +125,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", help="the text it was trained on, if that was given")
     parser.add_argument("--export", type=pathlib.Path, default=pathlib.Path("runs/served"), help="where folders go")
     parser.add_argument(
-        "--schemes",
+        "--layouts",
         nargs="+",
-        choices=schemes,
+        choices=layouts,
         metavar="NAME",
-        default=list(schemes),
-        help=f"some of {', '.join(schemes)} (default: all)",
+        default=MULTIPLY_DIFFERENTLY,
+        help=f"some of {', '.join(layouts)} (default: {', '.join(MULTIPLY_DIFFERENTLY)})",
     )
     parser.add_argument("--prompt", default="The ", help="what the text continues")
     parser.add_argument("--bytes", type=int, default=120, help="length of the text")
@@ -145,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         run, options, corpus = trained_run(flags.run, flags.data)
-        found = [served(scheme, run, options, corpus, flags.export) for scheme in ("bf16", *flags.schemes)]
+        found = [served(layout, run, options, corpus, flags.export) for layout in ("BF16", *flags.layouts)]
     except ValueError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
@@ -154,12 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for one in found:
         text = generate(one.model, prompt, count=flags.bytes, temperature=0.0, key=jax.random.key(0))
         written = flags.prompt + np.asarray(text).astype(np.uint8).tobytes().decode(errors="replace")
-        console.print(f"{one.scheme} writes: {written!r}", markup=False, highlight=False)
-    folder = flags.export / "dynamic"
+        console.print(f"{one.layout} writes: {written!r}", markup=False, highlight=False)
+    folder = flags.export / "FP8_DYNAMIC"
     # Commands are copied: each has a line, which is not broken.
     console.print(
-        f"\nFolders: {flags.export}/<scheme>\n"
-        "vLLM, on a GPU; dynamic on a CPU too:\n"
+        f"\nFolders: {flags.export}/<layout>\n"
+        "vLLM, on a GPU; FP8_DYNAMIC on a CPU too:\n"
         f"  vllm serve {folder} --max-model-len {options.seq_len}\n"
         f"Transformers:\n  pipeline('text-generation', '{folder}')\n"
         f"What a folder holds:\n  haliax-fp8 checkpoint explain {folder}",
@@ -170,11 +163,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def served(scheme: str, run: Run, options: argparse.Namespace, corpus: Any, export: pathlib.Path) -> Served:
+def served(layout: str, run: Run, options: argparse.Namespace, corpus: Any, export: pathlib.Path) -> Served:
     """The model served one way, compared, and exported.
 
     Args:
-        scheme: The scheme, or "bf16".
+        layout: The layout, or "BF16".
         run: The trained model.
         options: The flags of its training.
         corpus: Its text.
@@ -182,13 +175,13 @@ def served(scheme: str, run: Run, options: argparse.Namespace, corpus: Any, expo
     """
     training = cast_params(run.model, options.compute_dtype)
     plain = restore_linear_layers(training)
-    model = plain if scheme == "bf16" else quantize_for_inference(training, scheme)
+    model = plain if layout == "BF16" else quantize_for_inference(training, layout)
     tokens, targets = compared(options, corpus)
     of_training = serving_mismatch(training, model, tokens, tokens=targets).served
     of_bf16 = serving_mismatch(plain, model, tokens, tokens=targets).served
     loss = make_evaluation(options, corpus, run.layout)(model)
-    disk = exported(training, scheme, export / scheme, plain)
-    return Served(scheme, model, weight_bytes(model), disk, loss, of_bf16.kl, of_bf16.agreement, of_training.mean)
+    disk = exported(training, layout, export / layout, plain)
+    return Served(layout, model, weight_bytes(model), disk, loss, of_bf16.kl, of_bf16.agreement, of_training.mean)
 
 
 def compared(options: argparse.Namespace, corpus: Any) -> tuple[hax.NamedArray, jax.Array]:
@@ -216,12 +209,12 @@ def table(found: Sequence[Served], name: str, floor: float) -> Table:
     out = Table(title=f"{name}, served", caption=caption, title_justify="left", caption_justify="left")
     out.box, out.padding = rich.box.SIMPLE, (0, 1, 0, 0)
     # Broken by hand, so that numbers never are.
-    for column in ("scheme", "memory", "disk", "loss", "against\nbf16", "KL", "greedy", "from\ntraining"):
-        out.add_column(column, justify="left" if column == "scheme" else "right", no_wrap=True)
+    for column in ("layout", "memory", "disk", "loss", "against\nbf16", "KL", "greedy", "from\ntraining"):
+        out.add_column(column, justify="left" if column == "layout" else "right", no_wrap=True)
     reference = found[0]
     for one in found:
         out.add_row(
-            one.scheme,
+            one.layout,
             f"{one.memory / 1e3:,.0f} kB",
             f"{one.disk / 1e3:,.0f} kB",
             f"{one.loss:.4f}",

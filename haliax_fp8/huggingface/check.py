@@ -546,7 +546,7 @@ class Checked:
                 elif True in in_fp8:
                     if len({id(layout.of(partner)) for partner in partners}) > 1:
                         problem = f"{what} are in different groups of config_groups; engines merge them"
-                        yield self._fault(first, problem, "quantize all of them in one scheme")
+                        yield self._fault(first, problem, "quantize all of them in one layout")
                     else:
                         yield from self._of_partners(layout.of(partners[0]), partners, first, what)
 

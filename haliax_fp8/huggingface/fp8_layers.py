@@ -15,7 +15,7 @@ from ..layers.quantized_kernels import named_behind
 from ..recipes.scaling import AbstractScaling, BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling, StaticScaling
 from ..serving.kernel import ServedKernel
 from ..serving.layers import ServedEquinoxLinear, ServedLinear, ServedMoELinear
-from ..serving.scheme import Scheme
+from ..serving.layout import ServedLayout
 from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear
 from .frozen_kernel import FrozenKernel
 from .layout import Inputs
@@ -132,8 +132,8 @@ def served_layer(layer: Any, leaf: Leaf, found: Found, inputs: Inputs | None, co
             # Of dynamic inputs rows have scales, and so have the rows of kernels: equal ones in each expert.
             scaling = RowwiseScaling(power_of_two=_powers(scales))
             scales = np.broadcast_to(scales, (*data.shape[:-1], 1))
-    scheme = _scheme(path, scaling, _powers(scales), inputs, first.data.dtype)
-    if experts and scheme.input is None:
+    layout = _served_layout(path, scaling, _powers(scales), inputs, first.data.dtype)
+    if experts and layout.input is None:
         raise ValueError(
             f"{path} multiplies each row by the kernel of its expert. There is no such product of an input in high "
             "precision and kernels stored in FP8: import with weights='dequantized' or weights='frozen'"
@@ -158,7 +158,7 @@ def served_layer(layer: Any, leaf: Leaf, found: Found, inputs: Inputs | None, co
         named(data),
         named(stored, transposed=bool(experts)),
         None if of_inputs is None else named(_bits(of_inputs)),
-        scheme,
+        layout,
         (*range(experts), rank - 1, rank - 2) if experts else (0, 1),
         (rank - 2,) if experts else (1,),
         block,
@@ -182,7 +182,9 @@ def served_layer(layer: Any, leaf: Leaf, found: Found, inputs: Inputs | None, co
     )
 
 
-def _scheme(path: str, scaling: AbstractScaling, powers: bool, inputs: Inputs | None, format: np.dtype) -> Scheme:
+def _served_layout(
+    path: str, scaling: AbstractScaling, powers: bool, inputs: Inputs | None, format: np.dtype
+) -> ServedLayout:
     """How the layer multiplies. As in the recipes of training: where weights have powers of two, inputs do."""
     of_input = None
     if inputs is not None:
@@ -198,7 +200,7 @@ def _scheme(path: str, scaling: AbstractScaling, powers: bool, inputs: Inputs | 
             case _:
                 of_input = BlockScaling(inputs.size, power_of_two=powers)
     try:
-        return Scheme(scaling, of_input, FORMATS[format])
+        return ServedLayout(scaling, of_input, FORMATS[format])
     except ValueError as error:
         raise ValueError(f"{path} cannot be served as it is: {error}; {_OTHERWISE}") from None
 

@@ -366,7 +366,7 @@ def fp8_matrix(leaf: Leaf, index: tuple[int, ...]) -> ScaledMatrix:
     """
     kernel, data = leaf.site.node.kernel, np.ascontiguousarray(leaf.read(index))
     if isinstance(leaf.site.node, AbstractServedLayer):
-        data, (scale, block) = data.view(kernel.scheme.format.dtype), _served_scale(leaf, index)
+        data, (scale, block) = data.view(kernel.layout.format.dtype), _served_scale(leaf, index)
     else:
         scale, block = np.asarray(plain(kernel.scale))[index].view(np.float32), kernel.block
         data = data.view(kernel.format)
@@ -462,7 +462,7 @@ def _tensor(leaf: Leaf, name: str, index: tuple[int, ...], dtype: np.dtype | Non
     own = np.dtype(plain(leaf.array).dtype)
     if site.is_in_fp8 and leaf.is_kernel:
         kernel = site.node.kernel
-        kind = np.dtype(kernel.scheme.format.dtype if isinstance(site.node, AbstractServedLayer) else kernel.format)
+        kind = np.dtype(kernel.layout.format.dtype if isinstance(site.node, AbstractServedLayer) else kernel.format)
         matrix = functools.partial(fp8_matrix, leaf, index)
         return Tensor(name, leaf.shape, kind, matrix, layer=site.node, index=index, is_chosen=is_chosen)
     is_float = own.kind == "f" or own.name.startswith(("bfloat", "float"))

@@ -8,9 +8,9 @@ from .layers import (
     ServedLinear as ServedLinear,
     ServedMoELinear as ServedMoELinear,
 )
+from .layout import ServedLayout as ServedLayout, layouts as layouts
 from .log_probabilities import (
     TokenMismatch as TokenMismatch,
     log_probability_mismatch as log_probability_mismatch,
 )
 from .parity import Difference as Difference, Mismatch as Mismatch, serving_mismatch as serving_mismatch
-from .scheme import Scheme as Scheme, schemes as schemes

@@ -24,14 +24,14 @@ from ..layers.walk import (
     unmatched_error,
 )
 from .constructors import Constructor, constructors_with, made_for_inference
+from .layout import LayoutLike, as_layout
 from .of_training import served_kernel
-from .scheme import SchemeLike, as_scheme
 from .unstack import unstacked
 
 
 def quantize_for_inference[M](
     model: M,
-    scheme: SchemeLike = "static",
+    layout: LayoutLike = "FP8",
     *,
     targets: Targets | None = None,
     exclude: Targets = (),
@@ -41,13 +41,16 @@ def quantize_for_inference[M](
 ) -> M:
     """The model with the weights of its linear layers in FP8: one byte each, and scales.
 
-    | scheme | kernels | inputs |
+    | layout | kernels | inputs |
     |---|---|---|
-    | `"static"` | the scale that the training state holds for the next step | the scale that the training state holds |
-    | `"dynamic"` | a scale for each output | a scale for each row, computed at run time |
-    | `"block"` | blocks of 128x128 | blocks of 1x128, computed at run time |
-    | `"weight_only"` | a scale for each output | high precision |
-    | `"mxfp8"` | blocks of 32, powers of two | blocks of 32, computed at run time |
+    | `"FP8"` | the scale that the training state holds for the next step | the scale that the training state holds |
+    | `"FP8_DYNAMIC"` | a scale for each output | a scale for each row, computed at run time |
+    | `"FP8_BLOCK"` | blocks of 128x128 | blocks of 1x128, computed at run time |
+    | `"MXFP8"` | blocks of 32, powers of two | blocks of 32, computed at run time |
+    | `"W8A16"` | a scale for each output | high precision |
+
+    The names are those of `huggingface.export_model`. `"FP8_TENSOR"` and `"modelopt"` multiply as `"FP8"` does, and
+    `"HF_FP8"` as `"FP8_BLOCK"`: only their folders differ.
 
     A layer computes the same as in training with such scales, bit for bit. State, histories and high-precision copies
     are dropped, and it has no gradient. Stacks are unstacked into separate layers, because in a loop XLA copies FP8
@@ -59,7 +62,7 @@ def quantize_for_inference[M](
     Args:
         model: A model that trains in FP8, whose FP8 layers are quantized; or a plain model, whose linear layers are
             quantized except heads, embeddings and routers.
-        scheme: A `Scheme`, or the name of one.
+        layout: The name of a layout, or a `ServedLayout`.
         targets: The layers to quantize instead: patterns as in `fp8_linear_layers`; heads, embeddings and routers too.
         exclude: Layers to leave in high precision.
         unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same numbers and the
@@ -72,18 +75,18 @@ def quantize_for_inference[M](
         The model for inference.
 
     Raises:
-        ValueError: If the scheme needs a stored scale that a layer lacks or that is not calibrated; if a pattern
+        ValueError: If the layout needs a stored scale that a layer lacks or that is not calibrated; if a pattern
             selects no layer, or one that cannot be quantized; if a kernel holds an infinity or NaN; or if a layer's
             class has no form for inference, or `served_layers` has a class without a rule.
 
     Example:
         >>> model = eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0))
-        >>> served = quantize_for_inference(model, "dynamic")
+        >>> served = quantize_for_inference(model, "FP8_DYNAMIC")
         >>> served.layers[0].kernel.quantized.data.dtype, served.layers[0].kernel.bytes
         (dtype(float8_e4m3fn), 8704)
     """
-    require_layers(model, "quantize_for_inference(model, scheme)")
-    chosen = as_scheme(scheme)
+    require_layers(model, "quantize_for_inference(model, layout)")
+    chosen = as_layout(layout)
     check_not_modified(model)
     rules = as_config(config).rules
     constructors = constructors_with(served_layers, rules)
@@ -114,7 +117,7 @@ def dequantize[M](model: M, dtype: DTypeLike = "float32") -> M:
         dtype: The dtype of these weights.
 
     Example:
-        >>> served = quantize_for_inference(eqx.nn.Linear(64, 64, key=jax.random.key(0)), "weight_only")
+        >>> served = quantize_for_inference(eqx.nn.Linear(64, 64, key=jax.random.key(0)), "W8A16")
         >>> type(dequantize(served)), dequantize(served).weight.dtype
         (<class 'equinox.nn._linear.Linear'>, dtype('float32'))
     """

@@ -19,8 +19,8 @@ from .._product.grouped.implementation import implementation_for
 from ..recipes.recipe import SCALE_BITS, Recipe
 from ..recipes.scaling import StaticScaling
 from ..recipes.scaling.block import power_of_two
+from .layout import ServedLayout
 from .product import ServedProduct, served_product
-from .scheme import Scheme
 
 
 class ServedKernel(eqx.Module):
@@ -31,9 +31,9 @@ class ServedKernel(eqx.Module):
 
     Args:
         data: The bits of the rounded weights, with the summed axes last.
-        scale: The bits of float32 scales, in the layout of the kernel; for MXFP8 the exponents, E8M0.
-        input_scale: The bits of the stored scale of the input; None if the scheme has none.
-        scheme: How inputs are quantized.
+        scale: The bits of float32 scales, in the kernel's order of axes; for MXFP8 the exponents, E8M0.
+        input_scale: The bits of the stored scale of the input; None if the layout has none.
+        layout: How kernel and inputs are quantized.
         order: For each axis of the data, the axis of the kernel that it is.
         contracted: The axes of the kernel that its product sums over.
         block: The shape of a block, see `QuantizedArray`.
@@ -48,7 +48,7 @@ class ServedKernel(eqx.Module):
     data: hax.NamedArray
     scale: hax.NamedArray
     input_scale: hax.NamedArray | None
-    scheme: Scheme = eqx.field(static=True)
+    layout: ServedLayout = eqx.field(static=True)
     order: tuple[int, ...] = eqx.field(static=True)
     contracted: tuple[int, ...] = eqx.field(static=True)
     block: tuple[int, ...] | None = eqx.field(static=True)
@@ -61,13 +61,13 @@ class ServedKernel(eqx.Module):
 
     @property
     def text(self) -> str:
-        """The scheme, and where its scales come from."""
-        return f"for inference: {self.scheme}, {self.origin}"
+        """The layout, and where its scales come from."""
+        return f"for inference: {self.layout}, {self.origin}"
 
     @property
     def recipe(self) -> Recipe | None:
         """The recipe of its product; None if inputs are in high precision."""
-        return self.scheme.recipe
+        return self.layout.recipe
 
     @property
     def bytes(self) -> int:
@@ -77,8 +77,8 @@ class ServedKernel(eqx.Module):
 
     @property
     def quantized(self) -> QuantizedArray:
-        """Data and scales in the layout of the kernel, after the axes of ensembles and stacks."""
-        data, scale = lax.bitcast_convert_type(self.data.array, self.scheme.format.dtype), self.scale.array
+        """Data and scales in the kernel's order of axes, after the axes of ensembles and stacks."""
+        data, scale = lax.bitcast_convert_type(self.data.array, self.layout.format.dtype), self.scale.array
         if scale.dtype == jnp.uint8:
             scale = power_of_two(scale.astype(jnp.int32))
         else:
@@ -93,7 +93,7 @@ class ServedKernel(eqx.Module):
         return QuantizedArray(data, scale, block, scale_bits=self.scale_bits)
 
     def values(self, dtype: DTypeLike) -> Float[Array, "..."]:
-        """`data * scale`, computed in float32 and rounded to a dtype, in the layout of the kernel."""
+        """`data * scale`, computed in float32 and rounded to a dtype, in the kernel's order of axes."""
         return self.quantized.dequantize().astype(dtype)
 
     def dot_general(
@@ -133,9 +133,9 @@ class ServedKernel(eqx.Module):
             group_sizes: How many rows each group has.
 
         Raises:
-            ValueError: If the device has no grouped product in FP8 for the scheme.
+            ValueError: If the device has no grouped product in FP8 for the layout.
         """
-        recipe = self.scheme.recipe
+        recipe = self.layout.recipe
         assert recipe is not None
         implementation = implementation_for(recipe, allow_dense=False)
         contraction = RaggedContraction(implementation=implementation, state_per_group=self.per_expert)
@@ -168,7 +168,7 @@ class ServedKernel(eqx.Module):
         bits = self.input_bits
         if bits is None:
             bits = 24 if computed_in != jnp.bfloat16 else SCALE_BITS["input"]
-        spec = ServedProduct(self.scheme, contraction, self.compute_dtype, out_dtype, bits, precision_of(None))
+        spec = ServedProduct(self.layout, contraction, self.compute_dtype, out_dtype, bits, precision_of(None))
         scale = None
         if self.input_scale is not None:
             scale = lax.bitcast_convert_type(self.input_scale.array, jnp.float32)
@@ -183,7 +183,7 @@ class ServedKernel(eqx.Module):
 
     def _require_fit(self, contraction: AbstractContraction, computed_in: np.dtype, dtype: np.dtype) -> None:
         axes = contraction.contracted("fprop")[1]
-        per_axis = self.scheme.kernel.per_axis
+        per_axis = self.layout.kernel.per_axis
         if per_axis and (set(axes), axes[-1:]) != (set(self.contracted), self.contracted[-1:]):
             raise ValueError(
                 f"a kernel is summed over axes {axes}, but its scales were made for a sum over {self.contracted}. Set "
@@ -191,7 +191,7 @@ class ServedKernel(eqx.Module):
             )
         # A checkpoint's scales do not depend on the dtype.
         is_of_training = self.input_bits is None
-        rounds = is_of_training and (isinstance(self.scheme.kernel, StaticScaling) or self.scheme.kernel.rounds_scale)
+        rounds = is_of_training and (isinstance(self.layout.kernel, StaticScaling) or self.layout.kernel.rounds_scale)
         made_for = self.compute_dtype or self.dtype
         if rounds and (made_for == jnp.bfloat16) != (computed_in == jnp.bfloat16):
             raise ValueError(

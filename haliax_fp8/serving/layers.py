@@ -144,8 +144,8 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
         kernel = self.kernel.quantized
         if kernel.scale.ndim and kernel.scale.shape[1:] != (1,) * (kernel.scale.ndim - 1):
             raise ValueError(
-                f"an embedding has block scales, {self.kernel.scheme}, so its rows cannot be looked up; exclude it, "
-                "or choose a scheme with one scale for each row, such as 'dynamic'"
+                f"an embedding has block scales, {self.kernel.layout}, so its rows cannot be looked up; exclude it, "
+                "or choose a layout with one scale for each row, such as 'FP8_DYNAMIC'"
             )
         rows = hax.named(kernel.data, self.axes).take(self.Vocab, input_ids)
         values = rows.astype(jnp.float32)

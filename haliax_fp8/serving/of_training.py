@@ -26,13 +26,15 @@ from ..layers.rule import LayerRule
 from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling import MXFP8Scaling, OperandUse
 from .kernel import ServedKernel
-from .scheme import Scheme
+from .layout import ServedLayout
 
 
 _ROWS = {"input": 0, "kernel": 1}
 
 
-def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis, ...], scheme: Scheme) -> ServedKernel:
+def served_kernel(
+    path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis, ...], layout: ServedLayout
+) -> ServedKernel:
     """The kernel of a layer, quantized for inference.
 
     Args:
@@ -40,41 +42,41 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
         rule: Its rule.
         layer: The layer, converted or not.
         stack: The axes of the stacks that it is in.
-        scheme: How it is quantized.
+        layout: How it is quantized.
 
     Raises:
-        ValueError: If the scheme needs scales that the layer lacks, or the weight is not finite or not an array.
+        ValueError: If the layout needs scales that the layer lacks, or the weight is not finite or not an array.
     """
     name = path or "the model itself"
     op, kernel = rule.op(layer), rule.kernel(layer)
     if not is_floating(kernel):
         raise ValueError(f"the weight of {name} is a {type(kernel.weight).__name__}, not an array of floating numbers")
-    if kernel.Experts is not None and scheme.input is None:
+    if kernel.Experts is not None and layout.input is None:
         raise ValueError(
             f"{name} multiplies each row by the kernel of an expert, which is not supported for FP8 kernels and "
-            "high-precision inputs; exclude it, or use another scheme"
+            "high-precision inputs; exclude it, or use another layout"
         )
-    per_expert = op is not None and op.state_per_group and bool(scheme.stored)
-    if per_expert and len(scheme.stored) == 1:
+    per_expert = op is not None and op.state_per_group and bool(layout.stored)
+    if per_expert and len(layout.stored) == 1:
         raise ValueError(
-            f"{name} has a scale for each expert (scale_per_expert=True), but scheme={scheme} uses only that of the "
-            f"{scheme.stored[0]}; use 'static', which uses both, or one that computes scales, such as 'dynamic'"
+            f"{name} has a scale for each expert (scale_per_expert=True), but layout={layout} uses only that of the "
+            f"{layout.stored[0]}; use 'FP8', which uses both, or one that computes scales, such as 'FP8_DYNAMIC'"
         )
-    bound = bind_kernel(path, kernel, stack, per_axis=scheme.kernel.per_axis)
+    bound = bind_kernel(path, kernel, stack, per_axis=layout.kernel.per_axis)
     _require_finite(name, bound.array)
     compute_dtype = None if op is None else op.compute_dtype
     spec, state = None, None
-    if scheme.stored:
-        op = _with_scales(name, op, scheme)
+    if layout.stored:
+        op = _with_scales(name, op, layout)
         assert isinstance(op.state, OpState)
         contraction = RaggedContraction(state_per_group=True) if per_expert else bound.contraction
         spec, state = _spec_of(op, op.state, contraction, bound), to_float32(op.state.record)
-        scheme = dataclasses.replace(scheme, format=op.recipe.kernel.format)
+        layout = dataclasses.replace(layout, format=op.recipe.kernel.format)
     quantized, input_scale = _quantized(
         bound.array,
         state,
         spec=spec,
-        scheme=scheme,
+        layout=layout,
         contraction=bound.contraction,
         leading=bound.leading,
         compute_dtype=compute_dtype,
@@ -88,28 +90,30 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
     named = functools.partial(named_behind, stack=bound.stack, leading=bound.leading)
     return ServedKernel(
         named(lax.bitcast_convert_type(data, jnp.uint8)),
-        _named_scale(quantized, bound, scheme, per_expert=per_expert),
+        _named_scale(quantized, bound, layout, per_expert=per_expert),
         None if input_scale is None else named(lax.bitcast_convert_type(input_scale, jnp.uint32)),
-        scheme,
+        layout,
         order,
         contracted,
         None if quantized.block is None else quantized.block[bound.leading :],
         quantized.scale_bits,
         compute_dtype,
         np.dtype(bound.array.dtype),
-        _origin(scheme),
+        _origin(layout),
         per_expert=per_expert,
     )
 
 
-def _named_scale(quantized: QuantizedArray, bound: BoundKernel, scheme: Scheme, *, per_expert: bool) -> hax.NamedArray:
+def _named_scale(
+    quantized: QuantizedArray, bound: BoundKernel, layout: ServedLayout, *, per_expert: bool
+) -> hax.NamedArray:
     scale = quantized.scale
     if per_expert:
         scale = scale.reshape(scale.shape[: bound.leading + 1])
     # One scale per layer, whatever the rank of its kernel, so that a stack can be divided into layers.
     if quantized.block is None and scale.size == np.prod(bound.array.shape[: bound.leading], dtype=int):
         scale = scale.reshape(bound.array.shape[: bound.leading])
-    if isinstance(scheme.kernel, MXFP8Scaling):
+    if isinstance(layout.kernel, MXFP8Scaling):
         scale = exponent_of(scale)
     else:
         scale = lax.bitcast_convert_type(scale, jnp.uint32)
@@ -129,13 +133,13 @@ def _spec_of(op: Fp8DotGeneral, state: OpState, contraction: Any, bound: BoundKe
     )
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "scheme", "contraction", "leading", "compute_dtype"))
+@functools.partial(jax.jit, static_argnames=("spec", "layout", "contraction", "leading", "compute_dtype"))
 def _quantized(
     array: Float[Array, "..."],
     state: Array | None,
     *,
     spec: ProductSpec | None,
-    scheme: Scheme,
+    layout: ServedLayout,
     contraction: Any,
     leading: int,
     compute_dtype: np.dtype | None,
@@ -144,7 +148,7 @@ def _quantized(
     in_bf16 = (compute_dtype or array.dtype) == jnp.bfloat16
     array = round_to(array, compute_dtype)
     scales = None if spec is None else scales_of(state, spec)
-    if "kernel" in scheme.stored:
+    if "kernel" in layout.stored:
         assert spec is not None
         quantized = quantize_operand(array, "kernel", "fprop", scales, None, (), spec)
         if spec.contraction.state_per_group:
@@ -153,46 +157,46 @@ def _quantized(
             quantized = dataclasses.replace(quantized, scale=of_experts)
     else:
         use = OperandUse(
-            format=scheme.format,
+            format=layout.format,
             contracted=contraction.with_batch_axes(leading).contracted("fprop")[1],
             ensemble=leading,
             scale_bits=SCALE_BITS["kernel"] if in_bf16 else 24,
         )
-        quantized = scheme.kernel.quantize(array, use)
-    return quantized, scales.operands["input"] if scales is not None and "input" in scheme.stored else None
+        quantized = layout.kernel.quantize(array, use)
+    return quantized, scales.operands["input"] if scales is not None and "input" in layout.stored else None
 
 
-def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotGeneral:
-    """The op of a layer; raises a ValueError unless its state has the scales that a scheme needs."""
-    asked = " and ".join(scheme.stored)
+def _with_scales(name: str, op: Fp8DotGeneral | None, layout: ServedLayout) -> Fp8DotGeneral:
+    """The op of a layer; raises a ValueError unless its state has the scales that a layout needs."""
+    asked = " and ".join(layout.stored)
     remedy = (
-        "use a scheme that computes scales, such as 'dynamic'; or calibrate the model first: model = "
+        "use a layout that computes scales, such as 'FP8_DYNAMIC'; or calibrate the model first: model = "
         "calibrate(fp8_linear_layers(model, recipe='static'), loss_fn, batches)"
     )
     if op is None:
         raise ValueError(
-            f"{name} has no training state, but scheme={scheme} takes the scales of {asked} from there; {remedy}"
+            f"{name} has no training state, but layout={layout} takes the scales of {asked} from there; {remedy}"
         )
     if op.recipe.is_stateful and op.state is None:
         raise ValueError(
-            f"{name} has no state, although its recipe keeps one, and scheme={scheme} takes the scales of {asked} from "
+            f"{name} has no state, although its recipe keeps one, and layout={layout} takes the scales of {asked} from "
             "there: trainable(model) and an optimizer's state look like this. Give the model itself"
         )
-    for operand in scheme.stored:
+    for operand in layout.stored:
         quantization = op.recipe.uses[operand, "fprop"]
         if not quantization.scaling.stores_scale:
             raise ValueError(
-                f"the recipe of {name} ({op.recipe}) stores no scale of its {operand}, which scheme={scheme} needs: "
+                f"the recipe of {name} ({op.recipe}) stores no scale of its {operand}, which layout={layout} needs: "
                 f"current scales depend on the batch; {remedy}"
             )
         if quantization.rounding.needs_key:
             raise ValueError(f"the recipe of {name} rounds its {operand} at random, which inference does not support")
     if op.recipe.input.format != op.recipe.kernel.format:
-        raise ValueError(f"the recipe of {name} has input and kernel in two formats: {op.recipe}; use 'dynamic'")
+        raise ValueError(f"the recipe of {name} has input and kernel in two formats: {op.recipe}; use 'FP8_DYNAMIC'")
     first = (*uncalibrated_operands(op.state), *unrecorded_operands(op.state))
-    missing = [operand for operand in scheme.stored if operand in first]
+    missing = [operand for operand in layout.stored if operand in first]
     if (table := table_on_host(op.state)) is not None and isinstance(op.state, OpState):
-        scales = {operand: table[..., _ROWS[operand], 0] for operand in scheme.stored}
+        scales = {operand: table[..., _ROWS[operand], 0] for operand in layout.stored}
         missing += [name for name, scale in scales.items() if not (np.isfinite(scale) & (scale > 0.0)).all()]
     if missing:
         raise ValueError(
@@ -211,7 +215,7 @@ def _require_finite(name: str, array: Array) -> None:
         )
 
 
-def _origin(scheme: Scheme) -> str:
-    if not scheme.stored:
+def _origin(layout: ServedLayout) -> str:
+    if not layout.stored:
         return "scales computed"
-    return f"scales of {' and '.join(scheme.stored)} from the training state"
+    return f"scales of {' and '.join(layout.stored)} from the training state"

@@ -96,7 +96,7 @@ def serving_mismatch(
         ValueError: If the models' logits differ in shape, or some are not finite.
 
     Example:
-        >>> served = quantize_for_inference(model, "dynamic")
+        >>> served = quantize_for_inference(model, "FP8_DYNAMIC")
         >>> found = serving_mismatch(model, served, x)
         >>> found.floor.kl <= found.served.kl < 0.01
         True

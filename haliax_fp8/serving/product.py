@@ -17,7 +17,7 @@ from .._product.contraction import AbstractContraction, DotContraction
 from .._product.grouped.one_device import apart, of_each_row, together
 from .._product.operands import round_to
 from ..recipes.scaling import OperandUse
-from .scheme import Scheme
+from .layout import ServedLayout
 
 
 # The fewest rows that XLA multiplies with tensor cores. With fewer, it dequantizes the kernel and sums products in
@@ -30,7 +30,7 @@ class ServedProduct:
     """The static arguments of a product.
 
     Args:
-        scheme: How the input is quantized.
+        layout: How the input is quantized.
         contraction: The contraction, without the axes of the ensemble.
         compute_dtype: The dtype that input and output are rounded to around the product; None leaves them unchanged.
         out_dtype: The dtype of the output.
@@ -39,7 +39,7 @@ class ServedProduct:
         ensemble: How many leading axes of every array index independent members.
     """
 
-    scheme: Scheme
+    layout: ServedLayout
     contraction: AbstractContraction
     compute_dtype: np.dtype | None
     out_dtype: np.dtype
@@ -68,7 +68,7 @@ def served_product(
     Args:
         input: The input.
         kernel: The quantized kernel.
-        input_scale: The stored scale of the input; None if the scheme has none.
+        input_scale: The stored scale of the input; None if the layout has none.
         extras: Further operands of the contraction.
         spec: The static arguments.
 
@@ -146,7 +146,7 @@ def _multiply(
 ) -> Array:
     dtype = spec.compute_dtype or spec.out_dtype
     input = round_to(input, spec.compute_dtype)
-    if spec.scheme.input is None:
+    if spec.layout.input is None:
         # The scale of the kernel factors out, so that the product itself reads FP8 data.
         quantized = QuantizedArray(not_joined(input, kernel), jnp.ones((), jnp.float32))
         kernel = dataclasses.replace(kernel, data=lax.convert_element_type(kernel.data, input.dtype))
@@ -172,10 +172,10 @@ def _product_of_experts(
     input: Array, kernel: QuantizedArray, input_scale: Array, extras: tuple[Array, ...], spec: ServedProduct, dtype: Any
 ) -> Array:
     """The product of rows and experts that each have a scale, applied to the result, as in training."""
-    scaling, one = spec.scheme.input, jnp.ones((), jnp.float32)
+    scaling, one = spec.layout.input, jnp.ones((), jnp.float32)
     assert scaling is not None
     use = OperandUse(
-        format=spec.scheme.format,
+        format=spec.layout.format,
         contracted=spec.batched.contracted("fprop")[0],
         ensemble=spec.ensemble + 1,
         stored_scale=of_each_row(input_scale, extras[0], input.shape[spec.ensemble]),
@@ -193,13 +193,13 @@ def quantized_input(input: Array, input_scale: Any, spec: ServedProduct) -> Quan
 
     Args:
         input: The input, in the dtype of the computation.
-        input_scale: Its stored scale; None if the scheme has none.
+        input_scale: Its stored scale; None if the layout has none.
         spec: The static arguments.
     """
-    scaling = spec.scheme.input
+    scaling = spec.layout.input
     assert scaling is not None
     use = OperandUse(
-        format=spec.scheme.format,
+        format=spec.layout.format,
         contracted=spec.batched.contracted("fprop")[0],
         ensemble=spec.ensemble,
         stored_scale=input_scale,

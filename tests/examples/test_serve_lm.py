@@ -23,12 +23,12 @@ def test_serves_what_was_trained(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     assert train.main([*TINY, "--out", str(tmp_path)]) == 0
     folder = tmp_path / "served"
-    arguments = ["--run", str(tmp_path), "--export", str(folder), "--schemes", "static", "--bytes", "8"]
+    arguments = ["--run", str(tmp_path), "--export", str(folder), "--layouts", "FP8", "--bytes", "8"]
     assert serve_lm.main(arguments) == 0
     out = capsys.readouterr().out
-    (row,) = [line for line in out.splitlines() if line.split()[:1] == ["static"] and "kB" in line]
+    (row,) = [line for line in out.splitlines() if line.split()[:1] == ["FP8"] and "kB" in line]
     # The mean change of log p from training: none.
     assert row.split()[-1] == "0.0000"
-    assert "static writes: 'The " in out
-    assert f"\n  vllm serve {folder / 'dynamic'} --max-model-len 32\n" in out, "a command in one piece"
-    assert check_folder(folder / "static").is_sound and check_folder(folder / "bf16").is_sound
+    assert "FP8 writes: 'The " in out
+    assert f"\n  vllm serve {folder / 'FP8_DYNAMIC'} --max-model-len 32\n" in out, "a command in one piece"
+    assert check_folder(folder / "FP8").is_sound and check_folder(folder / "BF16").is_sound

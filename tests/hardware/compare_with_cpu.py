@@ -135,13 +135,13 @@ def attention(device: jax.Device) -> Any:
     return step(op, arrays)[0]
 
 
-def served(scheme: str, rows: int) -> Any:
+def served(layout: str, rows: int) -> Any:
     """A calibrated layer for inference."""
     layer = eqx.nn.Linear(256, 768, use_bias=False, key=jax.random.key(0))
     layer = eqx.tree_at(lambda l: l.weight, layer, random(0, 768, 256, dtype=jnp.bfloat16))
     loss = lambda layer, x: jnp.mean(jnp.square(jax.vmap(layer)(x).astype(jnp.float32)))
     layer = fp8.calibrate(fp8.fp8_linear_layers(layer), loss, [random(1, 64, 256, dtype=jnp.bfloat16)])
-    return eqx.filter_jit(eqx.filter_vmap(quantize_for_inference(layer, scheme)))(
+    return eqx.filter_jit(eqx.filter_vmap(quantize_for_inference(layer, layout)))(
         random(2, rows, 256, dtype=jnp.bfloat16)
     )
 
@@ -216,9 +216,9 @@ def cases() -> Iterator[Case]:
     yield "experts, delayed, deep", lambda _: experts("delayed", 4096), TWO_ROUNDINGS
     # cuDNN rounds probabilities before it has the largest score of a row: other values, with as large an error.
     yield "attention", attention, 2.0**-4
-    for scheme in ("static", "dynamic", "block", "weight_only", "mxfp8"):
+    for layout in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A16", "MXFP8"):
         for rows in (1, 64):
-            yield f"served, {scheme}, {rows} rows", lambda _, args=(scheme, rows): served(*args), TWO_ROUNDINGS
+            yield f"served, {layout}, {rows} rows", lambda _, args=(layout, rows): served(*args), TWO_ROUNDINGS
     for recipe in ("delayed", "rowwise"):
         for how, options in TRAINED.items() if recipe == "delayed" else (("a scan", {}),):
             named = f"training, {recipe}, {how}"

@@ -486,7 +486,7 @@ def test_fp8_that_a_layout_does_not_hold_is_refused(how, tmp_path):
     """Another format, and scales that are no exponents: streamed, engines would read other numbers."""
     layer = {"a": eqx.nn.Linear(64, 48, key=jax.random.key(0))}
     recipe = Recipe.of(StaticScaling(0.5), forward=E4M3FNUZ, backward=E5M2FNUZ)
-    served = quantize_for_inference(fp8_linear_layers(layer, recipe=recipe), "static")
+    served = quantize_for_inference(fp8_linear_layers(layer, recipe=recipe), "FP8")
     if how == "frozen":
         export_model(layer, tmp_path / "in", "FP8_DYNAMIC")
         served = import_model(tmp_path / "in", layer, weights="frozen")

@@ -294,7 +294,7 @@ def test_layouts_that_are_only_read(tmp_path):
         assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.tree.leaves, (same, other)))), family
 
 
-def test_groups_of_different_schemes_are_served_each_in_its_own(tmp_path):
+def test_groups_of_different_layouts_are_served_each_in_its_own(tmp_path):
     data, rows = (DATA.astype(np.float32) * 16).astype(FP8), np.full((160, 1), 2.0**-10, np.float32)
     scales = {"up": rows, "down": np.full((2, 2), 2.0**-9, np.float32)}
     tensors = {f"{layer}.weight": data for layer in scales}
@@ -308,8 +308,8 @@ def test_groups_of_different_schemes_are_served_each_in_its_own(tmp_path):
     write(tmp_path / "in", tensors, scheme)
     model = {layer: linear(192, 160)["up"] for layer in scales}
     served = import_model(tmp_path / "in", model, weights="served")
-    assert isinstance(served["up"].kernel.scheme.input, RowwiseScaling)
-    assert isinstance(served["down"].kernel.scheme.input, BlockScaling)
+    assert isinstance(served["up"].kernel.layout.input, RowwiseScaling)
+    assert isinstance(served["down"].kernel.layout.input, BlockScaling)
     plain = import_model(tmp_path / "in", model)
     for layer, factor in (("up", 2.0**-10), ("down", 2.0**-9)):
         np.testing.assert_array_equal(plain[layer].weight, data.astype(np.float32) * np.float32(factor))

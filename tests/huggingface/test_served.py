@@ -15,25 +15,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from haliax_fp8 import calibrate, fp8_linear_layers
 from haliax_fp8.experimental.attention import Fp8Attention
 from haliax_fp8.huggingface import export_model, import_model, names, serving_tensors
+from haliax_fp8.huggingface.layout import PLAIN, named
 from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.recipes import RowwiseScaling, StaticScaling
-from haliax_fp8.serving import Scheme, ServedKernel, dequantize, quantize_for_inference
+from haliax_fp8.serving import ServedKernel, ServedLayout, dequantize, layouts, quantize_for_inference
 
 
 In, Head, Dim, Layers, Rows = hax.make_axes(inputs=128, heads=2, dim=128, layers=2, rows=6)
 Experts, Mlp = hax.make_axes(experts=3, mlp=64)
-
-# Each layout, with the scheme that multiplies as it says.
-LAYOUTS = {
-    "FP8": "static",
-    "FP8_TENSOR": "static",
-    "modelopt": "static",
-    "FP8_DYNAMIC": "dynamic",
-    "HF_FP8": "block",
-    "FP8_BLOCK": "block",
-    "W8A16": "weight_only",
-    "MXFP8": "mxfp8",
-}
 
 
 class Block(eqx.Module):
@@ -89,16 +78,15 @@ def bytes_of(kernel):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts)
 def test_every_byte_comes_back(trained, x, layout, tmp_path):
     """Data and scales, of stacked layers, several axes and Equinox's; and the same tensors when exported again."""
-    scheme = LAYOUTS[layout]
-    model = quantize_for_inference(trained if scheme == "static" else Model.init(), scheme)
+    model = quantize_for_inference(trained if layouts[layout].stored else Model.init(), layout)
     report = export_model(model, tmp_path / "out", layout, dtype=None, bf16_scales=False)
     assert report.origins == {"FP8 in the model": 5} and not report.ignore
     back = import_model(tmp_path / "out", eqx.filter_eval_shape(Model.init), weights="served")
     assert [bytes_of(kernel) for kernel in kernels(back)] == [bytes_of(kernel) for kernel in kernels(model)]
-    assert {str(kernel.scheme) for kernel in kernels(back)} == {scheme}
+    assert {kernel.layout for kernel in kernels(back)} == {layouts[layout]}
     first, again = (dict(serving_tensors(m, layout, dtype=None, bf16_scales=False)) for m in (model, back))
     assert first.keys() == again.keys()
     assert all(first[name].tobytes() == array.tobytes() for name, array in again.items())
@@ -134,7 +122,7 @@ def test_experts_with_scales_of_training(x, per_expert, tmp_path):
     converted = moe(recipe="static", scale_per_expert=per_expert)
     trained = calibrate(converted, lambda m, x: hax.sum(m["up"](x, SIZES)).scalar(), [(x * grow,)])
     call = eqx.filter_jit(lambda model, x, sizes: model["up"](x, sizes).array)
-    served = quantize_for_inference(trained, "static")
+    served = quantize_for_inference(trained, "FP8")
     (kernel,) = kernels(served)
     assert kernel.scale.array.shape == kernel.input_scale.array.shape == ((3,) if per_expert else ())
     expected = call(trained, x * grow, SIZES)
@@ -162,7 +150,7 @@ def test_experts_with_scales_of_training(x, per_expert, tmp_path):
 def test_experts_with_scales_of_their_own(x, tmp_path):
     """Scales of rows, to which a state for each expert does not matter; one of two stored scales is refused."""
     model = moe(recipe="rowwise")
-    served = quantize_for_inference(model, "dynamic")
+    served = quantize_for_inference(model, "FP8_DYNAMIC")
     export_model(served, tmp_path / "out", "FP8_DYNAMIC", dtype=None)
     back = import_model(tmp_path / "out", {"up": dequantize(served)["up"]}, weights="served")
     assert [bytes_of(kernel) for kernel in kernels(back)] == [bytes_of(kernel) for kernel in kernels(served)]
@@ -170,9 +158,9 @@ def test_experts_with_scales_of_their_own(x, tmp_path):
     np.testing.assert_array_equal(call(back), call(served))
     np.testing.assert_array_equal(call(served)[:5], call(model)[:5])
     per_expert = moe(recipe="static", scale_per_expert=True)
-    assert kernels(quantize_for_inference(per_expert, "dynamic"))[0].scheme == served["up"].kernel.scheme
-    with pytest.raises(ValueError, match=r"uses only that of the input; use 'static'"):
-        quantize_for_inference(per_expert, Scheme(RowwiseScaling(), StaticScaling()))
+    assert kernels(quantize_for_inference(per_expert, "FP8_DYNAMIC"))[0].layout == served["up"].kernel.layout
+    with pytest.raises(ValueError, match=r"uses only that of the input; use 'FP8'"):
+        quantize_for_inference(per_expert, ServedLayout(RowwiseScaling(), StaticScaling()))
 
 
 @pytest.mark.parametrize("layout", ["HF_FP8", "modelopt", "FP8_TENSOR"])
@@ -200,6 +188,15 @@ def test_folders_of_others(layout, tmp_path):
     out = eqx.filter_jit(down)(hax.named(x, ("rows", "mlp"))).array
     # A quotient that lies between two numbers of FP8 may be rounded to either.
     np.testing.assert_allclose(out, rounded.reshape(3, 384) @ weight.T, rtol=2e-3, atol=2e-3)
+
+
+def test_the_layouts_of_folders_are_those_of_serving():
+    """One list of names; a layout that no layer multiplies in is refused by its name."""
+    assert layouts.keys() <= named.keys()
+    for name in [PLAIN, *named]:
+        if name not in layouts:
+            with pytest.raises(ValueError, match=f"layout='{name}' is not.*use one of 'FP8'.*export_model"):
+                quantize_for_inference(eqx.nn.Linear(64, 96, key=jax.random.key(0)), name)
 
 
 def test_what_cannot_be_served(tmp_path):

@@ -826,9 +826,9 @@ def test_a_layer_that_is_converted_only_if_it_is_named():
     with pytest.raises(ValueError, match="no layer that can be converted; few cannot be: few outputs"):
         fp8_linear_layers({"few": model["few"]}, config)
     # For inference too.
-    served = haliax_fp8.serving.quantize_for_inference(model, "dynamic", config=config)
+    served = haliax_fp8.serving.quantize_for_inference(model, "FP8_DYNAMIC", config=config)
     assert in_fp8(served, config) == {"wide"}
-    served = haliax_fp8.serving.quantize_for_inference(model, "dynamic", config=config, targets="few")
+    served = haliax_fp8.serving.quantize_for_inference(model, "FP8_DYNAMIC", config=config, targets="few")
     assert in_fp8(served, config) == {"few"}
     with pytest.raises(ValueError, match="reason=None of OnlyIfNamed is not a str; use"):
         OnlyIfNamed(None)

@@ -36,7 +36,7 @@ OF_LAYERS = {
     "restore_linear_layers(module)": fp8.restore_linear_layers,
     "describe(model)": fp8.describe,
     "share_input_scales(model)": memory.share_input_scales,
-    "quantize_for_inference(model, scheme)": serving.quantize_for_inference,
+    "quantize_for_inference(model, layout)": serving.quantize_for_inference,
     "compare(plain, converted, function, *batch)": lambda model: statistics.compare(MODEL, model, loss_fn, X),
     "apply_remedies(model, diagnosis, remedies)": lambda model: statistics.apply_remedies(model, DIAGNOSIS, []),
     "transfer_optimizer_state(opt_state, old_model, new_model)": lambda model: fp8.transfer_optimizer_state(

@@ -99,7 +99,7 @@ def test_trees_of_anything_can_be_printed(kind, leaf):
         "nvfp4": lambda: fp8.fp8_linear_layers(linear, recipe="nvfp4"),
         "stack": lambda: fp8.fp8_linear_layers(stack),
         "quantized kernels": lambda: fp8.quantize_kernels(fp8.fp8_linear_layers(linear)),
-        "served": lambda: fp8.serving.quantize_for_inference(linear, scheme="dynamic"),
+        "served": lambda: fp8.serving.quantize_for_inference(linear, layout="FP8_DYNAMIC"),
         "attention": lambda: fp8.experimental.attention.Fp8Attention.init(),
         "statistics": lambda: measured(X),
     }[kind]()

@@ -37,12 +37,21 @@ from haliax_fp8.recipes import (
     MXFP8Scaling,
     RowwiseScaling,
 )
-from haliax_fp8.serving import Scheme, ServedEquinoxLinear, ServedKernel, dequantize, quantize_for_inference, schemes
+from haliax_fp8.serving import (
+    ServedEquinoxLinear,
+    ServedKernel,
+    ServedLayout,
+    dequantize,
+    layouts,
+    quantize_for_inference,
+)
 from haliax_fp8.serving.product import ROWS, ServedProduct, padded_product, quantized_input
 
 
 In, Out, Vocab, Experts, Rows, Layers = hax.make_axes(inputs=64, outputs=32, vocab=48, experts=3, rows=6, layers=2)
 MATRICES = (((1,), (0,)), ((), ()))
+# The others differ from one of these in their folders alone.
+LAYOUTS = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "W8A16")
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -58,23 +67,23 @@ def calibrated(model, x):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("scheme", schemes)
-def test_values_and_bytes(scheme):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_and_bytes(layout):
     """Against quantization in NumPy: data, scales, `data * scale`, the output; a byte for each weight, and no more."""
     layer, x = equinox_linear(), normal(1, 5, 64)
-    model = calibrated(layer, x) if scheme == "static" else layer
-    served = quantize_for_inference(model, scheme)
+    model = calibrated(layer, x) if layout == "FP8" else layer
+    served = quantize_for_inference(model, layout)
     kernel, weight = served.kernel, np.asarray(layer.weight, np.float64)
     data, scale = np.asarray(kernel.quantized.data).astype(np.float64), kernel.quantized.scale
-    per_scale = {"static": (), "dynamic": (32, 1), "block": (1, 1), "weight_only": (32, 1), "mxfp8": (32, 2)}[scheme]
+    per_scale = {"FP8": (), "FP8_DYNAMIC": (32, 1), "FP8_BLOCK": (1, 1), "W8A16": (32, 1), "MXFP8": (32, 2)}[layout]
     assert kernel.quantized.data.dtype == jnp.float8_e4m3fn and kernel.data.array.shape == (32, 64)
-    assert scale.shape == per_scale and kernel.scale.array.dtype == (jnp.uint8 if scheme == "mxfp8" else jnp.uint32)
+    assert scale.shape == per_scale and kernel.scale.array.dtype == (jnp.uint8 if layout == "MXFP8" else jnp.uint32)
     leaves = [leaf for leaf in jax.tree.leaves(served) if leaf is not served.bias]
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) == kernel.bytes
-    assert kernel.bytes == weight.size + kernel.scale.array.nbytes + (4 if scheme == "static" else 0)
+    assert kernel.bytes == weight.size + kernel.scale.array.nbytes + (4 if layout == "FP8" else 0)
     assert sum(leaf.size >= weight.size for leaf in leaves) == 1
     scale = np.asarray(scale, np.float64)
-    spread = np.repeat(scale, 32, axis=1) if scheme == "mxfp8" else np.broadcast_to(scale, (32, 64))
+    spread = np.repeat(scale, 32, axis=1) if layout == "MXFP8" else np.broadcast_to(scale, (32, 64))
     plain = dequantize(served)
     np.testing.assert_array_equal(np.asarray(plain.weight), (data * spread).astype(np.float32))
     assert type(plain) is eqx.nn.Linear and plain.bias is layer.bias
@@ -83,7 +92,7 @@ def test_values_and_bytes(scheme):
     assert (np.abs(data * spread - weight) <= error * (1 + 1e-6)).all()
     out = np.asarray(jax.jit(jax.vmap(served))(x), np.float64)
     expected = np.asarray(x, np.float64) @ (data * spread).T + np.asarray(layer.bias, np.float64)
-    of_inputs = 0.0 if scheme == "weight_only" else np.abs(np.asarray(x)).max() * 2.0**-4
+    of_inputs = 0.0 if layout == "W8A16" else np.abs(np.asarray(x)).max() * 2.0**-4
     bound = of_inputs * np.abs(data * spread).sum(1) + 1e-4
     assert (np.abs(out - expected) <= bound).all() and np.abs(out - expected).mean() < 0.2 * bound.mean()
 
@@ -95,7 +104,7 @@ def test_compute_dtype_of_the_layer():
     converted = fp8_linear_layers(layer, recipe="static", compute_dtype=jnp.bfloat16)
     trained = calibrate(converted, lambda m, x: jax.vmap(m)(x).sum(), [(x,)])
     call = eqx.filter_jit(lambda model: jax.vmap(model)(x))
-    out = call(quantize_for_inference(trained, "static"))
+    out = call(quantize_for_inference(trained, "FP8"))
     assert out.dtype == jnp.float32
     np.testing.assert_array_equal(out, call(trained))
 
@@ -138,30 +147,31 @@ class Same(eqx.Module):
 def test_which_layers():
     """All that are linear in a plain model, or that trained in FP8; others if they are named."""
     model = Model.init()
-    served = quantize_for_inference(model, "dynamic")
+    served = quantize_for_inference(model, "FP8_DYNAMIC")
     described = {layer.path: layer for layer in describe(served)}
     in_fp8 = {path for path, layer in described.items() if layer.is_fp8}
     assert in_fp8 == {"blocks.blocks.0.linear", "blocks.blocks.1.linear", "experts", "last"}
-    assert described["last"].recipe == "for inference: dynamic, scales computed"
+    assert described["last"].recipe == "for inference: FP8_DYNAMIC, scales computed"
     assert described["head"].reason == "not converted"
     assert served.head.weight.array is model.head.weight.array
     shared = {"a": equinox_linear(), "b": None}
-    both = quantize_for_inference({**shared, "b": shared["a"]}, "dynamic")
+    both = quantize_for_inference({**shared, "b": shared["a"]}, "FP8_DYNAMIC")
     assert both["a"] is both["b"]
-    by_name = quantize_for_inference(model, "dynamic", targets=("head", "embedding", "router"))
+    by_name = quantize_for_inference(model, "FP8_DYNAMIC", targets=("head", "embedding", "router"))
     assert {layer.path for layer in describe(by_name) if layer.is_fp8} == {"head", "embedding", "router"}
     # What trains in FP8, heads too; what is excluded is plain again.
     converted = fp8_linear_layers(model, recipe="rowwise", targets=("head", "last"))
-    of_training = quantize_for_inference(converted, "dynamic", exclude="last")
+    of_training = quantize_for_inference(converted, "FP8_DYNAMIC", exclude="last")
     assert [layer.path for layer in describe(of_training) if layer.is_fp8] == ["head"]
     assert type(of_training.last) is eqx.nn.Linear
     # Served layers stay, and are not converted to train.
-    assert quantize_for_inference(quantize_for_inference(model, "dynamic", targets="last"), "dynamic").last is not None
+    assert (
+        quantize_for_inference(quantize_for_inference(model, "FP8_DYNAMIC", targets="last"), "FP8_DYNAMIC").last
+        is not None
+    )
     with pytest.raises(ValueError, match="in FP8 for inference"):
         fp8_linear_layers(served, targets="experts")
-    assert describe(quantize_for_inference(equinox_linear(), "weight_only")).summary.endswith(
-        "inputs in high precision"
-    )
+    assert describe(quantize_for_inference(equinox_linear(), "W8A16")).summary.endswith("inputs in high precision")
     # The same keys as the plain model, and its values.
     keys = to_state_dict(dataclasses.replace(served, experts=None, last=None))
     assert keys.keys() == to_state_dict(dataclasses.replace(model, experts=None, last=None)).keys()
@@ -171,7 +181,7 @@ def test_which_layers():
 def test_haliax_layers():
     """Experts, an embedding and its transpose, against products of `data * scale`, with inputs that FP8 holds."""
     model = Model.init()
-    model = quantize_for_inference(model, "dynamic", targets=("experts", "embedding"))
+    model = quantize_for_inference(model, "FP8_DYNAMIC", targets=("experts", "embedding"))
     plain = dequantize(model)
     # Powers of two, of which E4M3 holds these: only kernels are rounded.
     x = hax.named(2.0 ** jax.random.randint(jax.random.key(2), (6, 64), -2, 3).astype(jnp.float32), (Rows, In))
@@ -183,27 +193,27 @@ def test_haliax_layers():
     tokens = hax.named(jnp.array([0, 47, 5]), "position")
     np.testing.assert_array_equal(model.embedding.embed(tokens).array, plain.embedding.embed(tokens).array)
     with pytest.raises(ValueError, match="is not supported for FP8 kernels"):
-        quantize_for_inference(Model.init(), "weight_only", targets="experts")
+        quantize_for_inference(Model.init(), "W8A16", targets="experts")
     mapped = jax.vmap(lambda x: model.experts(hax.named(x, (Rows, In)), sizes).array)(jnp.stack([x.array, x.array]))
     np.testing.assert_array_equal(mapped, jnp.stack([ours.array, ours.array]))
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("scheme", ["static", "dynamic", "mxfp8"])
-def test_transformations(scheme):
+@pytest.mark.parametrize("layout", ["FP8", "FP8_DYNAMIC", "MXFP8"])
+def test_transformations(layout):
     """`jit`, `vmap` of examples at once and nested, ensembles, and a mesh: the numbers of one product."""
     x = normal(1, 4, 2, 64)
-    model = calibrated(equinox_linear(), x[:, 0]) if scheme == "static" else equinox_linear()
-    served = quantize_for_inference(model, scheme)
+    model = calibrated(equinox_linear(), x[:, 0]) if layout == "FP8" else equinox_linear()
+    served = quantize_for_inference(model, layout)
     once = jax.vmap(jax.vmap(served))(x)
     np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(served), in_axes=1, out_axes=1))(x), once)
     # An ensemble: each member as if it were alone.
     members = [equinox_linear(key) for key in range(3)]
-    if scheme == "static":
+    if layout == "FP8":
         members = [calibrated(layer, (1 + i) * x[:, 0]) for i, layer in enumerate(members)]
     ensemble = jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
-    together = quantize_for_inference(ensemble, scheme)
-    alone = jnp.stack([jax.vmap(quantize_for_inference(member, scheme))(x[:, 0]) for member in members])
+    together = quantize_for_inference(ensemble, layout)
+    alone = jnp.stack([jax.vmap(quantize_for_inference(member, layout))(x[:, 0]) for member in members])
     call = lambda layer, x: jax.vmap(layer)(x)
     np.testing.assert_array_equal(eqx.filter_vmap(call, in_axes=(eqx.if_array(0), None))(together, x[:, 0]), alone)
     swapped = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(eqx.if_array(0), None))
@@ -214,19 +224,19 @@ def test_transformations(scheme):
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
     divided = eqx.tree_at(lambda l: l.weight, model, put(model.weight, "model"))
     with jax.set_mesh(mesh):
-        on_devices = quantize_for_inference(divided, scheme)
+        on_devices = quantize_for_inference(divided, layout)
         assert on_devices.kernel.data.array.sharding.spec[:1] == ("model",)
         found = jax.jit(jax.vmap(on_devices))(put(x[:, 0], "data"))
     np.testing.assert_array_equal(found, once[:, 0])
 
 
-@pytest.mark.parametrize("scheme", ["static", "dynamic", "block", "mxfp8"])
-def test_row_alone_is_row_in_batch(scheme):
+@pytest.mark.parametrize("layout", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"])
+def test_row_alone_is_row_in_batch(layout):
     """Whatever else is in the batch: a row's FP8 data and its result, bit for bit, with a row that is far larger."""
     x = normal(1, 20, 64).at[3].mul(1000.0)
-    model = calibrated(equinox_linear(), x) if scheme == "static" else equinox_linear()
-    assert schemes[scheme].rows_are_independent
-    call = jax.jit(jax.vmap(quantize_for_inference(model, scheme)))
+    model = calibrated(equinox_linear(), x) if layout == "FP8" else equinox_linear()
+    assert layouts[layout].rows_are_independent
+    call = jax.jit(jax.vmap(quantize_for_inference(model, layout)))
     together = call(x)
     for rows in (slice(0, 1), slice(3, 4), slice(5, 18)):
         np.testing.assert_array_equal(call(x[rows]), together[rows])
@@ -234,25 +244,25 @@ def test_row_alone_is_row_in_batch(scheme):
 
 def test_a_layer_at_two_paths_stays_one():
     layer = equinox_linear()
-    first, second = quantize_for_inference([layer, layer], "dynamic")
+    first, second = quantize_for_inference([layer, layer], "FP8_DYNAMIC")
     assert first is second
 
 
 def test_rows_of_one_scale_are_not_independent():
     """The claim is refused where it would be wrong."""
-    scheme = Scheme(RowwiseScaling(), CurrentScaling())
-    assert not scheme.rows_are_independent
-    assert not Scheme(BlockScaling(square=True), BlockScaling(square=True)).rows_are_independent
-    assert Scheme(BlockScaling(square=True), BlockScaling()).rows_are_independent
+    layout = ServedLayout(RowwiseScaling(), CurrentScaling())
+    assert not layout.rows_are_independent
+    assert not ServedLayout(BlockScaling(square=True), BlockScaling(square=True)).rows_are_independent
+    assert ServedLayout(BlockScaling(square=True), BlockScaling()).rows_are_independent
     x = normal(1, 20, 64).at[3].mul(1000.0)
-    call = jax.jit(jax.vmap(quantize_for_inference(equinox_linear(), scheme)))
+    call = jax.jit(jax.vmap(quantize_for_inference(equinox_linear(), layout)))
     assert not np.array_equal(call(x[:1]), call(x)[:1])
 
 
-@pytest.mark.parametrize("scheme", schemes)
-def test_exported_for_any_number_of_rows(scheme):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exported_for_any_number_of_rows(layout):
     """One exported program serves all batch sizes, with the bits of the program for each."""
-    call = jax.jit(jax.vmap(quantize_for_inference(calibrated(equinox_linear(), normal(2, 20, 64)), scheme)))
+    call = jax.jit(jax.vmap(quantize_for_inference(calibrated(equinox_linear(), normal(2, 20, 64)), layout)))
     (rows,) = export.symbolic_shape("rows")
     with unchecked():  # jaxtyping takes sizes for numbers
         exported = export.export(call)(jax.ShapeDtypeStruct((rows, 64), jnp.float32))
@@ -262,9 +272,9 @@ def test_exported_for_any_number_of_rows(scheme):
 
 
 @pytest.mark.parametrize("kernel_first", [False, True])
-@pytest.mark.parametrize("scheme", ["dynamic", "block", "mxfp8"])
+@pytest.mark.parametrize("layout", ["FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"])
 @pytest.mark.parametrize("shape", [(2, 5, 64), (64,)], ids=str)
-def test_padded_rows_change_nothing(scheme, shape, kernel_first):
+def test_padded_rows_change_nothing(layout, shape, kernel_first):
     """What NVIDIA's GPUs multiply for few rows: exact sums of small numbers, so that no order of them matters."""
     shapes = (shape, (32, 64))
     numbers = (((len(shape) - 1,), (1,)), ((), ()))
@@ -272,9 +282,9 @@ def test_padded_rows_change_nothing(scheme, shape, kernel_first):
         numbers = (((1,), (len(shape) - 1,)), ((), ()))
     dims = DotDimensions.of(numbers, *(reversed(shapes) if kernel_first else shapes))
     contraction = DotContraction(dims, kernel_first=kernel_first)
-    spec = ServedProduct(schemes[scheme], contraction, None, np.dtype(np.float32), 24)
+    spec = ServedProduct(layouts[layout], contraction, None, np.dtype(np.float32), 24)
     x = 2.0 ** jax.random.randint(jax.random.key(0), shape, -2, 3).astype(jnp.float32)
-    kernel = quantize_for_inference(eqx.nn.Linear(64, 32, key=jax.random.key(1)), scheme).kernel.quantized
+    kernel = quantize_for_inference(eqx.nn.Linear(64, 32, key=jax.random.key(1)), layout).kernel.quantized
     quantized = quantized_input(x, None, spec)
     filled = padded_product(quantized, kernel, (), spec, np.dtype(np.float32))
     expected = contraction.product("fprop", (quantized, kernel), (), spec.precision, np.dtype(np.float32), None)
@@ -330,24 +340,24 @@ def test_a_class_of_ones_own():
     served_layers = {Dense: lambda layer, kernel: ServedDense(kernel)}
     layer, x = Dense(normal(0, 64, 32)), normal(1, 5, 64)
     trained = fp8_linear_layers(layer, config)
-    served = quantize_for_inference(trained, "dynamic", config=config, served_layers=served_layers)
+    served = quantize_for_inference(trained, "FP8_DYNAMIC", config=config, served_layers=served_layers)
     np.testing.assert_array_equal(eqx.filter_jit(served)(x), eqx.filter_jit(trained)(x))
     # Stored with what is summed over last.
     assert served.kernel.data.array.shape == (32, 64) and dequantize(served).weight.shape == (64, 32)
     with pytest.raises(ValueError, match=r"up is a Dense, which.*exclude the layer"):
-        quantize_for_inference({"up": layer}, "dynamic", config=config)
+        quantize_for_inference({"up": layer}, "FP8_DYNAMIC", config=config)
     with pytest.raises(ValueError, match=r"served_layers\[Dense\] does not.*lambda"):
-        quantize_for_inference(layer, "dynamic", config=config, served_layers={Dense: ServedDense})
+        quantize_for_inference(layer, "FP8_DYNAMIC", config=config, served_layers={Dense: ServedDense})
     with pytest.raises(ValueError, match=r"served_layers\[Dense\]\(layer, kernel\) returned None"):
-        quantize_for_inference(layer, "dynamic", config=config, served_layers={Dense: lambda *_: None})
+        quantize_for_inference(layer, "FP8_DYNAMIC", config=config, served_layers={Dense: lambda *_: None})
     with pytest.raises(ValueError, match=r"served_layers names Dense, but.*config="):
-        quantize_for_inference([layer, equinox_linear()], "dynamic", served_layers=served_layers)
+        quantize_for_inference([layer, equinox_linear()], "FP8_DYNAMIC", served_layers=served_layers)
     for wrong in ({"Dense": ServedDense}, {Dense: None}, ServedDense):
         with (
             unchecked(),
             pytest.raises(ValueError, match=r"served_layers=.*must be a mapping from"),
         ):
-            quantize_for_inference(layer, "dynamic", config=config, served_layers=wrong)
+            quantize_for_inference(layer, "FP8_DYNAMIC", config=config, served_layers=wrong)
     with pytest.raises(ValueError, match=r"made for a sum over \(0,\)"):
         served.kernel.dot_general(normal(1, 5, 32), (((1,), (1,)), ((), ())))
 
@@ -380,7 +390,7 @@ def test_the_class_that_a_built_in_one_is_extended_to():
     layer, x = equinox_linear(), normal(1, 5, 64)
     doubled = Doubled(64, 32, key=jax.random.key(0))
     doubled = eqx.tree_at(lambda x: (x.weight, x.bias), doubled, (layer.weight, layer.bias))
-    quantized = lambda layer, **how: quantize_for_inference(layer, "dynamic", **how)
+    quantized = lambda layer, **how: quantize_for_inference(layer, "FP8_DYNAMIC", **how)
     own = Fp8Config(rules=(DoubledRule(), *default_rules))
     with pytest.raises(ValueError, match="the model itself is a Doubled, which has no"):
         quantized(doubled, config=own)
@@ -396,7 +406,7 @@ def test_the_class_that_a_built_in_one_is_extended_to():
 def test_a_served_model_is_neither_converted_nor_restored_nor_trained():
     """Before a step is compiled, nor a part that has weights; the model that the errors lead to is the plain one."""
     plain = eqx.nn.MLP(64, 64, 64, 4, key=jax.random.key(0))
-    served = quantize_for_inference(plain, "weight_only", exclude="layers.1")
+    served = quantize_for_inference(plain, "W8A16", exclude="layers.1")
     layers = "made by quantize_for_inference: .*the weight of layers.0, layers.2, layers.3 and 1 more"
     with pytest.raises(ValueError, match=f"module was {layers}. Convert the.*serving.dequantize.model."):
         fp8_linear_layers(served)
@@ -414,7 +424,7 @@ def test_a_served_model_is_neither_converted_nor_restored_nor_trained():
 def test_errors():
     """Each says what to do instead."""
     layer, x = equinox_linear(), normal(1, 5, 64)
-    served = quantize_for_inference(layer, "dynamic")
+    served = quantize_for_inference(layer, "FP8_DYNAMIC")
     with pytest.raises(ValueError, match=r"was differentiated, but it keeps nothing for gradients"):
         jax.grad(lambda x: jax.vmap(served)(x).sum())(x)
     # Neither parameters, nor cast with them.
@@ -422,22 +432,24 @@ def test_errors():
     assert jax.tree.leaves(trainable(served)) == [served.bias]
     assert cast_params(served, jnp.bfloat16).kernel.scale.array is served.kernel.scale.array
     with pytest.raises(ValueError, match="no state, although its recipe.*Give the model itself"):
-        quantize_for_inference(trainable(fp8_linear_layers(layer)), "static")
-    with pytest.raises(ValueError, match="scheme='dynamics'.*'dynamic'"):
-        quantize_for_inference(layer, "dynamics")
+        quantize_for_inference(trainable(fp8_linear_layers(layer)), "FP8")
+    with pytest.raises(ValueError, match="layout='FP8_DYNAMICS'.*'FP8_DYNAMIC'.*export_model"):
+        quantize_for_inference(layer, "FP8_DYNAMICS")
     with pytest.raises(ValueError, match="exclude='up' selects no layer"):
-        quantize_for_inference({"down": layer}, "dynamic", exclude="up")
+        quantize_for_inference({"down": layer}, "FP8_DYNAMIC", exclude="up")
     with pytest.raises(ValueError, match="holds an infinity or NaN"):
-        quantize_for_inference(eqx.tree_at(lambda l: l.weight, layer, layer.weight.at[0, 0].set(jnp.nan)), "dynamic")
+        quantize_for_inference(
+            eqx.tree_at(lambda l: l.weight, layer, layer.weight.at[0, 0].set(jnp.nan)), "FP8_DYNAMIC"
+        )
     with pytest.raises(ValueError, match="extra axes of a stack or an ensemble; call"):
         stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), layer)
-        quantize_for_inference(stacked, "dynamic")(x[0])
+        quantize_for_inference(stacked, "FP8_DYNAMIC")(x[0])
     with pytest.raises(ValueError, match="quantized for products in float32, whose scales differ"):
-        calibrated_layer = quantize_for_inference(calibrated(layer, x), "static")
+        calibrated_layer = quantize_for_inference(calibrated(layer, x), "FP8")
         calibrated_layer.kernel.dot_general(x[0].astype(jnp.bfloat16), (((0,), (1,)), ((), ())), jnp.bfloat16)
     linear = hnn.Linear.init(In, Out, key=jax.random.key(0))
     with pytest.raises(ValueError, match="but lack \\['inputs'\\], which the layer sums over"):
-        quantize_for_inference(linear, "dynamic")(hax.ones(Out))
+        quantize_for_inference(linear, "FP8_DYNAMIC")(hax.ones(Out))
     for kernel, input, message in (
         (HighPrecision(), None, "not a scaling for inference"),
         (DelayedScaling(), None, r"use StaticScaling\(\) for the scales that training stores"),
@@ -445,5 +457,5 @@ def test_errors():
         (MXFP8Scaling(), RowwiseScaling(), "no hardware multiplies blocks"),
     ):
         with pytest.raises(ValueError, match=message):
-            Scheme(kernel, input)
-    assert schemes["dynamic"].format == E4M3
+            ServedLayout(kernel, input)
+    assert layouts["FP8_DYNAMIC"].format == E4M3

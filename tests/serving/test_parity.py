@@ -119,21 +119,21 @@ def test_served_as_trained(recipe, dtype, tmp_path):
     before, model = trained(RECIPES[recipe], dtype)
     bits_of = lambda model: bits(model, dtype)
     in_training = bits_of(cast_params(model, dtype))
-    served = quantize_for_inference(cast_params(model, dtype), "static")
+    served = quantize_for_inference(cast_params(model, dtype), "FP8")
     assert isinstance(served.blocks, hnn.BlockSeq)
     assert bits_of(served) == in_training
-    in_scan = quantize_for_inference(cast_params(model, dtype), "static", unstack=False)
+    in_scan = quantize_for_inference(cast_params(model, dtype), "FP8", unstack=False)
     assert isinstance(in_scan.blocks, hnn.Stacked)
     assert bits_of(in_scan) == in_training
     # What is read back has the scales of the next step.
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", model)
     read = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", fp8_linear_layers(Net.init(), recipe=RECIPES[recipe]))
-    assert bits_of(quantize_for_inference(cast_params(read, dtype), "static")) == in_training
+    assert bits_of(quantize_for_inference(cast_params(read, dtype), "FP8")) == in_training
     # The scales of the step before, and kernels that were not rounded to the dtype of the step.
     previous = jax.tree.map(lambda old, new: old if is_state(old) else new, before, model, is_leaf=is_state)
-    assert bits_of(quantize_for_inference(cast_params(previous, dtype), "static")) != in_training
+    assert bits_of(quantize_for_inference(cast_params(previous, dtype), "FP8")) != in_training
     if dtype == jnp.bfloat16:
-        assert bits_of(with_data_of(quantize_for_inference(model, "static"), served)) != in_training
+        assert bits_of(with_data_of(quantize_for_inference(model, "FP8"), served)) != in_training
 
 
 def is_state(node):
@@ -153,19 +153,19 @@ def test_calibrated_without_training():
     model = cast_params(Net.init(), jnp.bfloat16)
     static = fp8_linear_layers(model, recipe="static")
     with pytest.raises(ValueError, match=r"no scale of its input and kernel.*calibrate the model first"):
-        quantize_for_inference(static, "static")
+        quantize_for_inference(static, "FP8")
     with pytest.raises(ValueError, match=r"has no training state.*calibrate the model first"):
-        quantize_for_inference(model, "static")
+        quantize_for_inference(model, "FP8")
     with pytest.raises(ValueError, match=r"no scale of its input and kernel yet"):
-        quantize_for_inference(fp8_linear_layers(model), "static")
+        quantize_for_inference(fp8_linear_layers(model), "FP8")
     calibrated = calibrate(static, lambda model, x: loss_of(model(x)), [(batch(jnp.bfloat16),)])
-    assert bits(quantize_for_inference(calibrated, "static")) == bits(calibrated)
+    assert bits(quantize_for_inference(calibrated, "FP8")) == bits(calibrated)
 
 
 COMPUTED = {
-    "rowwise": (RowwiseScaling(), "dynamic"),
-    "deepseek": (BlockScaling(), "block"),
-    "mxfp8": (MXFP8Scaling(), "mxfp8"),
+    "rowwise": (RowwiseScaling(), "FP8_DYNAMIC"),
+    "deepseek": (BlockScaling(), "FP8_BLOCK"),
+    "mxfp8": (MXFP8Scaling(), "MXFP8"),
 }
 
 
@@ -176,11 +176,11 @@ FURTHER = (pytest.param(name, marks=pytest.mark.more) for name in ("deepseek", "
 @pytest.mark.parametrize("recipe", ["rowwise", *FURTHER])
 def test_computed_scales_as_trained(recipe):
     """Recipes without state: the same kernels, and the same inputs."""
-    scaling, scheme = COMPUTED[recipe]
+    scaling, layout = COMPUTED[recipe]
     model = fp8_linear_layers(cast_params(Net.init(), jnp.bfloat16), recipe=scaling)
-    assert bits(quantize_for_inference(model, scheme)) == bits(model)
+    assert bits(quantize_for_inference(model, layout)) == bits(model)
     with pytest.raises(ValueError, match="stores no scale of its input"):
-        quantize_for_inference(model, "static")
+        quantize_for_inference(model, "FP8")
 
 
 @pytest.mark.more
@@ -189,9 +189,9 @@ def test_mismatch():
     x = batch(jnp.bfloat16)
     mlp = cast_params(Mapped(eqx.nn.MLP(32, 24, 32, 1, key=jax.random.key(0))), jnp.bfloat16)
     model = calibrate(fp8_linear_layers(mlp, recipe="static"), lambda model, x: loss_of(model(x)), [(x,)])
-    static = serving_mismatch(model, quantize_for_inference(model, "static"), x)
+    static = serving_mismatch(model, quantize_for_inference(model, "FP8"), x)
     assert dataclasses.astuple(static.served) == (0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
-    plain = quantize_for_inference(model, "weight_only")
+    plain = quantize_for_inference(model, "W8A16")
     chosen = jax.random.randint(jax.random.key(5), (Batch.size, Position.size), 0, 24)
     found = serving_mismatch(model, plain, x, tokens=chosen)
     p, q = (np.asarray(logits_and_loss(m, x)[0]).astype(np.float64) for m in (model, plain))
@@ -216,7 +216,7 @@ def test_language_model():
     plain = cast_params(Transformer.init(config, key=jax.random.key(0)), jnp.bfloat16)
     model = calibrate(fp8_linear_layers(plain, recipe=FIXED), next_token_loss, [(tokens,)])
     loss, logits = eqx.filter_jit(next_token_loss), eqx.filter_jit(lambda model: model(tokens).array)
-    served = quantize_for_inference(model, "static")
+    served = quantize_for_inference(model, "FP8")
     assert loss(served, tokens) == loss(model, tokens)
     np.testing.assert_array_equal(logits(served), logits(model))
 
@@ -231,7 +231,7 @@ def test_turns_of_a_loop(unroll):
     loss = lambda model, x: model.fold(x).array.astype(jnp.float32).sum()
     model = calibrate(fp8_linear_layers(cast_params(blocks, jnp.bfloat16), recipe="static"), loss, [(x,)])
     call = eqx.filter_jit(lambda model: around(model.fold(around(x), unroll=unroll)).array)
-    served = quantize_for_inference(model, "static")
+    served = quantize_for_inference(model, "FP8")
     np.testing.assert_array_equal(call(served), call(model))
     via = eqx.filter_jit(
         lambda model: around(model.fold_via(lambda block, x: block(x), unroll=unroll)(around(x))).array

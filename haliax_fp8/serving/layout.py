@@ -1,4 +1,4 @@
-"""Scheme: how kernels and inputs are quantized for inference; and the named schemes."""
+"""ServedLayout: how layers multiply in a layout; and the layouts by the names that exported folders have."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ _INSIDE = (BlockScaling, MXFP8Scaling)
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheme:
+class ServedLayout:
     """How the layers of a model multiply in inference.
 
     Args:
@@ -38,8 +38,8 @@ class Scheme:
         ValueError: If a scaling is not supported in inference, or no hardware multiplies the two.
 
     Example:
-        >>> per_channel = Scheme(RowwiseScaling(), StaticScaling())
-        >>> per_tensor = Scheme(CurrentScaling(), CurrentScaling())
+        >>> per_channel = ServedLayout(RowwiseScaling(), StaticScaling())
+        >>> per_tensor = ServedLayout(CurrentScaling(), CurrentScaling())
         >>> per_channel.rows_are_independent, per_tensor.rows_are_independent
         (True, False)
     """
@@ -49,31 +49,32 @@ class Scheme:
     format: Format = E4M3
 
     def __post_init__(self) -> None:
-        require("format", self.format, Format, "E4M3", of="Scheme")
+        require("format", self.format, Format, "E4M3", of="ServedLayout")
         for name, scaling in (("kernel", self.kernel), ("input", self.input)):
             if not isinstance(scaling, (*_OUTSIDE, *_INSIDE)) and not (name == "input" and scaling is None):
                 raise ValueError(
-                    f"{name}={scaling!r} of Scheme is not a scaling for inference; use StaticScaling() for the scales "
-                    "that training stores, delayed ones too, CurrentScaling(), RowwiseScaling(), BlockScaling() or "
-                    "MXFP8Scaling()"
+                    f"{name}={scaling!r} of ServedLayout is not a scaling for inference; use StaticScaling() for the "
+                    "scales that training stores, delayed ones too, CurrentScaling(), RowwiseScaling(), "
+                    "BlockScaling() or MXFP8Scaling()"
                 )
         for name in ("kernel", "input"):
             scaling = getattr(self, name)
             if isinstance(scaling, StaticScaling) and scaling != StaticScaling():
                 raise ValueError(
-                    f"{name}={scaling} of Scheme gives a scale or a margin, but scales come from the state of training "
-                    "or calibration: use StaticScaling() here, and put yours into the recipe that is calibrated"
+                    f"{name}={scaling} of ServedLayout gives a scale or a margin, but scales come from the state of "
+                    "training or calibration: use StaticScaling() here, and put yours into the recipe that is "
+                    "calibrated"
                 )
         if self.input is None and not isinstance(self.kernel, _OUTSIDE):
             raise ValueError(
-                f"kernel={self.kernel} of Scheme without input scaling: block scales do not factor out of the sum, so "
-                "XLA would write a dequantized copy of the kernel for each product. Use RowwiseScaling(), a scale for "
-                "each output"
+                f"kernel={self.kernel} of ServedLayout without input scaling: block scales do not factor out of the "
+                "sum, so XLA would write a dequantized copy of the kernel for each product. Use RowwiseScaling(), a "
+                "scale for each output"
             )
         if self.input is not None and isinstance(self.kernel, _INSIDE) != isinstance(self.input, _INSIDE):
             raise ValueError(
-                f"kernel={self.kernel} and input={self.input} of Scheme: no hardware multiplies blocks by operands "
-                "whose scales are outside of the sum; use blocks for both or for neither"
+                f"kernel={self.kernel} and input={self.input} of ServedLayout: no hardware multiplies blocks by "
+                "operands whose scales are outside of the sum; use blocks for both or for neither"
             )
 
     @property
@@ -105,40 +106,48 @@ class Scheme:
         )
 
     def __str__(self) -> str:
-        names = [name for name, scheme in schemes.items() if scheme == self]
-        if names:
-            return names[0]
+        if (name := next((name for name, layout in layouts.items() if layout == self), None)) is not None:
+            return name
         of_input = "in high precision" if self.input is None else str(self.input)
         return f"kernel {self.kernel}, input {of_input}"
 
 
-schemes: dict[str, Scheme] = {
-    "static": Scheme(StaticScaling(), StaticScaling()),
-    "dynamic": Scheme(RowwiseScaling(), RowwiseScaling()),
-    "block": Scheme(BlockScaling(square=True), BlockScaling()),
-    "weight_only": Scheme(RowwiseScaling()),
-    "mxfp8": Scheme(MXFP8Scaling(), MXFP8Scaling()),
+_STATIC = ServedLayout(StaticScaling(), StaticScaling())
+_BLOCK = ServedLayout(BlockScaling(square=True), BlockScaling())
+
+layouts: dict[str, ServedLayout] = {
+    "FP8": _STATIC,
+    "FP8_TENSOR": _STATIC,
+    "modelopt": _STATIC,
+    "FP8_DYNAMIC": ServedLayout(RowwiseScaling(), RowwiseScaling()),
+    "FP8_BLOCK": _BLOCK,
+    "HF_FP8": _BLOCK,
+    "MXFP8": ServedLayout(MXFP8Scaling(), MXFP8Scaling()),
+    "W8A16": ServedLayout(RowwiseScaling()),
 }
-"""Every named scheme."""
+"""By name, as in `huggingface.export_model`. Layouts that differ only in the tensors of their folders are the same here
+and are shown by the first of their names."""
 
-type SchemeLike = Scheme | str
+type LayoutLike = ServedLayout | str
 
 
-def as_scheme(scheme: Any) -> Scheme:
-    """Returns a scheme for a user's argument.
+def as_layout(layout: Any) -> ServedLayout:
+    """Returns a layout for a user's argument.
 
     Args:
-        scheme: A `Scheme`, or the name of one.
+        layout: A `ServedLayout`, or the name of one.
 
     Raises:
         ValueError: If it is neither; the message lists the nearest names.
     """
-    if isinstance(scheme, Scheme):
-        return scheme
-    if isinstance(scheme, str) and scheme in schemes:
-        return schemes[scheme]
-    near = nearest(scheme, list(schemes)) if isinstance(scheme, str) else []
+    if isinstance(layout, ServedLayout):
+        return layout
+    if isinstance(layout, str) and layout in layouts:
+        return layouts[layout]
+    near = nearest(layout, list(layouts)) if isinstance(layout, str) else []
     hint = f"; the nearest are {', '.join(map(repr, near))}" if near else ""
     raise ValueError(
-        f"scheme={scheme!r} is not a scheme{hint}; use one of {', '.join(map(repr, schemes))}, or Scheme(kernel, input)"
+        f"layout={layout!r} is not a layout that layers multiply in here{hint}; use one of "
+        f"{', '.join(map(repr, layouts))}, or ServedLayout(kernel, input). To write a folder in another layout, give "
+        "the model itself to huggingface.export_model"
     )
