@@ -32,6 +32,15 @@ def checksum(name: str, kind: str, shape: Sequence[int], words: Any) -> str:
     return f"{zlib.crc32(words, zlib.crc32(f'{name} {kind} {tuple(shape)}'.encode())):08x}"
 
 
+def text_checksum(text: bytes) -> str:
+    """Eight digits, of the bytes of a text.
+
+    Args:
+        text: The text.
+    """
+    return f"{zlib.crc32(text):08x}"
+
+
 def index_metadata(index: Mapping[str, Any], described: Described) -> dict[str, str]:
     """What the metadata of a file hold: an index and the checksum of the header.
 
@@ -81,4 +90,4 @@ def to_json(content: Any) -> str:
 
 
 def _checksum_of_header(index: str, described: Described) -> str:
-    return f"{zlib.crc32(to_json([index, described]).encode(errors='surrogatepass')):08x}"
+    return text_checksum(to_json([index, described]).encode(errors="surrogatepass"))

@@ -91,8 +91,9 @@ def export_model(
     Weights are `[out, in]`, one for each block of a stack and each expert. Those of layers that train in FP8 are
     quantized, or of a plain model those of all linear layers but heads, embeddings and routers; the rest is written in
     `dtype`. Tensors are made and written one at a time. The folder is read back and compared, and checked as by
-    `check_folder`, before it takes its name: it is complete or absent. Each file holds a checksum of its header and one
-    of each tensor, in its metadata. `check_folder`, `convert_folder` and `import_model` compare them.
+    `check_folder`, before it takes its name: it is complete or absent. Each file holds a checksum of its header, one
+    of each tensor, and one of the index if there are several files, in its metadata. `check_folder`, `convert_folder`
+    and `import_model` compare them.
 
     Whatever its class and name, a layer whose matrix is not quantized is listed in the configuration, so that engines
     leave it alone: embeddings, convolutions, routers and excluded linear layers. A head that shares the embedding's

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .._files.checksums import FORMAT, checksum, index_metadata, read_index, to_json
+from .._files.checksums import FORMAT, checksum, index_metadata, read_index, text_checksum, to_json
 from .._files.header import NAMES, Stored, read_header
 from .._files.strict_json import BrokenCheckpoint, json_file
 
@@ -78,7 +78,9 @@ class TensorFolder:
         else:
             remedy = f"a checkpoint is this file, or those that {INDEX} lists; pickled weights are never read"
             paths = [_inside(folder, SINGLE, remedy, follow_links)]
-        tensors, checksums = _tensors(paths, listed)
+        tensors, checksums, of_index = _tensors(paths, listed)
+        if listed is not None and of_index - {text_checksum((folder / INDEX).read_bytes())}:
+            raise BrokenCheckpoint(INDEX, "it has changed since it was written; copy it again")
         return TensorFolder(folder, tensors, config, follow_links, checksums)
 
     def json_beside(self, name: str) -> dict[str, Any] | None:
@@ -119,15 +121,19 @@ def _weight_map(index: dict[str, Any]) -> dict[str, str]:
     return listed
 
 
-def _tensors(paths: list[pathlib.Path], listed: dict[str, str] | None) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors of the files, and their checksums."""
+def _tensors(
+    paths: list[pathlib.Path], listed: dict[str, str] | None
+) -> tuple[dict[str, Stored], dict[str, str], set[str]]:
+    """The tensors of the files, their checksums, and those of the file that lists them, as each file has it."""
     tensors: dict[str, Stored] = {}
     checksums: dict[str, str] = {}
+    of_index: set[str] = set()
     for path in paths:
         metadata: dict[str, str] = {}
         of_file = read_header(path, metadata)
-        leaves = read_index(path.name, metadata, of_file).get("leaves", {})
-        checksums |= {name: entry["crc32"] for name, entry in leaves.items()}
+        index = read_index(path.name, metadata, of_file)
+        checksums |= {name: entry["crc32"] for name, entry in index.get("leaves", {}).items()}
+        of_index |= {str(index[INDEX])} if INDEX in index else set()
         for name, stored in of_file.items():
             if name in tensors:
                 raise BrokenCheckpoint(
@@ -141,7 +147,7 @@ def _tensors(paths: list[pathlib.Path], listed: dict[str, str] | None) -> tuple[
     for name, file in (listed or {}).items():
         if name not in tensors:
             raise BrokenCheckpoint(file, f"it is missing, but {INDEX} lists it", name)
-    return tensors, checksums
+    return tensors, checksums, of_index
 
 
 def _inside(folder: pathlib.Path, name: str, remedy: str, follow_links: bool) -> pathlib.Path:
@@ -234,7 +240,7 @@ def _to_disk(path: pathlib.Path) -> None:
 def write_tensors(
     folder: pathlib.Path, groups: Sequence[tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]], limit: int
 ) -> None:
-    """Writes tensors into `model.safetensors`, or into numbered files with an index.
+    """Writes tensors into `model.safetensors`, or into numbered files with an index, whose checksum each of them has.
 
     Args:
         folder: Where to.
@@ -251,13 +257,16 @@ def write_tensors(
         shards[-1].append(i)
         size += more
     files = [SINGLE] if len(shards) == 1 else [_numbered(i, len(shards)) for i in range(1, len(shards) + 1)]
-    for file, shard in zip(files, shards, strict=True):
-        _write(folder / file, [groups[i] for i in shard])
+    of_index: dict[str, str] = {}
     if len(files) > 1:
         where = {s.name: file for file, shard in zip(files, shards, strict=True) for i in shard for s in groups[i][0]}
         total = sum(spec.bytes for specs, _ in groups for spec in specs)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        text = json.dumps(index, indent=2).encode()
+        (folder / INDEX).write_bytes(text)
+        of_index = {INDEX: text_checksum(text)}
+    for file, shard in zip(files, shards, strict=True):
+        _write(folder / file, [groups[i] for i in shard], of_index)
 
 
 def _numbered(i: int, n: int) -> str:
@@ -265,7 +274,9 @@ def _numbered(i: int, n: int) -> str:
 
 
 def _write(
-    path: pathlib.Path, groups: Sequence[tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]]
+    path: pathlib.Path,
+    groups: Sequence[tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]],
+    of_index: Mapping[str, str],
 ) -> None:
     header: dict[str, Any] = {}
     offset = 0
@@ -278,7 +289,8 @@ def _write(
     leaves = {name: {"crc32": "0" * 8} for name in header}
 
     def text() -> bytes:
-        content = to_json({"__metadata__": FORMAT | index_metadata({"leaves": leaves}, described), **header}).encode()
+        metadata = FORMAT | index_metadata({"leaves": leaves, **of_index}, described)
+        content = to_json({"__metadata__": metadata, **header}).encode()
         return content + b" " * (-len(content) % 8)
 
     with path.open("wb") as file:

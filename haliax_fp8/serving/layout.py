@@ -147,7 +147,7 @@ def as_layout(layout: Any) -> ServedLayout:
     near = nearest(layout, list(layouts)) if isinstance(layout, str) else []
     hint = f"; the nearest are {', '.join(map(repr, near))}" if near else ""
     raise ValueError(
-        f"layout={layout!r} is not a layout that layers multiply in here{hint}; use one of "
+        f"layout={layout!r} is not a layout for inference{hint}; use one of "
         f"{', '.join(map(repr, layouts))}, or ServedLayout(kernel, input). To write a folder in another layout, give "
         "the model itself to huggingface.export_model"
     )

@@ -218,6 +218,22 @@ def test_a_changed_bit_is_found_wherever_it_is(tmp_path):
             found()
 
 
+def test_a_changed_bit_of_the_list_of_files_is_found(tmp_path):
+    """In each byte, of the total size too, which nothing else depends on."""
+    specs = {name: TensorSpec(name, x.dtype, x.shape) for name, x in small().items()}
+    write_tensors(tmp_path, [([spec], lambda name=name: [small()[name]]) for name, spec in specs.items()], 1)
+    (tmp_path / "config.json").write_text("{}")
+    assert set(TensorFolder.open(tmp_path).tensors) == set(specs)
+    file, random = tmp_path / "model.safetensors.index.json", np.random.default_rng(0)
+    content = file.read_bytes()
+    for position in range(len(content)):
+        changed = bytearray(content)
+        changed[position] ^= 1 << random.integers(8)
+        file.write_bytes(changed)
+        with pytest.raises(BrokenCheckpoint, match="safetensors"):
+            TensorFolder.open(tmp_path)
+
+
 def test_checksums_that_do_not_fit_are_refused(tmp_path):
     """Whoever wrote them: only a header that is as it was can have the right one."""
     tensors = {"b": small()["b"]}
