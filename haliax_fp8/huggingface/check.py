@@ -15,6 +15,7 @@ from rich.text import Text
 from .._files.header import Stored
 from .._files.strict_json import BrokenCheckpoint
 from .._printing import Printable, new_table
+from .._printing.progress import Watcher, progress_of
 from ..layers.tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_linear, is_norm, is_router
 from .codes import Codes, count_codes, looked_through
 from .configuration import NotSupported, presented, read_layout
@@ -143,7 +144,9 @@ class CheckReport(Printable):
         return table
 
 
-def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = False) -> CheckReport:
+def check_folder(
+    directory: str | os.PathLike[str], *, follow_links: bool = False, progress: Watcher | None = None
+) -> CheckReport:
     """Checks a checkpoint against its own configuration: names, shapes, dtypes and all values.
 
     Engines accept a checkpoint without scales, with a NaN among them or with an FP8 head, and compute garbage without
@@ -152,6 +155,7 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
     Args:
         directory: The folder: `config.json` beside `model.safetensors`, or beside the files of an index.
         follow_links: Whether files may be links that lead out of the folder, as in the cache of Hugging Face's hub.
+        progress: As in `export_model`.
 
     Returns:
         What is wrong, by file and tensor. A folder that cannot be read has one fault.
@@ -171,7 +175,7 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
     except NotSupported as other:
         found = tuple(Fault(*found) for found in _without_layout(folder))
         return CheckReport(path, other.layout, 0, len(folder.tensors), found, other.remedy)
-    faults = sorted(dict.fromkeys(checked.faults()), key=lambda fault: not fault.is_error)
+    faults = sorted(dict.fromkeys(checked.faults(progress)), key=lambda fault: not fault.is_error)
     quantized = sum(map(is_fp8, checked.tensors.values()))
     return CheckReport(path, layout_name(checked.layout), quantized, len(checked.tensors), tuple(faults))
 
@@ -247,10 +251,13 @@ class Checked:
     def _value(self, name: str) -> np.ndarray:
         return as_float32(self.folder[name])
 
-    def faults(self) -> Iterator[Fault]:
+    def faults(self, progress: Watcher | None) -> Iterator[Fault]:
         """Everything that is wrong."""
-        for name in self.tensors:
-            yield from self.of_tensor(name)
+        sizes = {name: stored.bytes for name, stored in self.tensors.items()}
+        with progress_of("checking", sum(sizes.values()), progress) as advance:
+            for name, size in sizes.items():
+                yield from self.of_tensor(name)
+                advance(name, size)
         yield from self.of_folder()
 
     def of_tensor(self, name: str) -> Iterator[Fault]:

@@ -16,6 +16,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from .._printing import Printable, new_table
+from .._printing.progress import Watcher
 from ..layers.tensor_names import is_head, is_linear, is_router
 from .check import check_folder
 from .configuration import presented, read_layout
@@ -106,6 +107,7 @@ def convert_folder(
     dtype: DTypeLike = "bfloat16",
     shard_bytes: int = 5 * 10**9,
     follow_links: bool = False,
+    progress: Watcher | None = None,
 ) -> Conversion:
     """Writes a checkpoint in another layout.
 
@@ -125,6 +127,7 @@ def convert_folder(
         dtype: The dtype of plain weights: with `"float32"` they are `data * scale` as engines compute it in float32.
         shard_bytes: The most bytes of a file; more make several, and an index.
         follow_links: As in `check_folder`.
+        progress: As in `export_model`.
 
     Returns:
         What became of each weight.
@@ -135,7 +138,7 @@ def convert_folder(
             cannot be made.
     """
     chosen, kind, rounding = as_layout(layout), np.dtype(dtype), _rounding(scales)
-    report = check_folder(directory, follow_links=follow_links)
+    report = check_folder(directory, follow_links=follow_links, progress=progress)
     if report.errors:
         raise report.errors[0].error
     folder = TensorFolder.open(directory, follow_links=follow_links)
@@ -159,10 +162,10 @@ def convert_folder(
             groups.append((new.specs, lambda name=name: [folder[name]]))
             copied += 1
     with new_folder(destination, "destination") as new:
-        write_tensors(new, groups, shard_bytes)
+        write_tensors(new, groups, shard_bytes, progress)
         _write_config(new, folder, chosen, high)
         _copy_others(folder.directory, new, follow_links)
-        if (after := check_folder(new)).errors:
+        if (after := check_folder(new, progress=progress)).errors:
             raise ValueError(f"the new folder would be broken, and was not written: {after.errors[0]}; report this")
     name = PLAIN if chosen is None else chosen.name
     return Conversion(pathlib.Path(destination), report.layout, name, tuple(found), copied, tuple(skipped))

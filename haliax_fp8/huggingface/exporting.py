@@ -18,6 +18,7 @@ from .._numerics.checks import require_bool
 from .._numerics.formats import E4M3 as FORMAT
 from .._op import Fp8DotGeneral
 from .._printing import Printable, new_table
+from .._printing.progress import Watcher, progress_of
 from ..layers.checks import check_not_modified, require_layers, unrecorded_operands
 from ..layers.config import Fp8Config, as_config
 from ..layers.tensor_names import is_embedding, is_head
@@ -85,6 +86,7 @@ def export_model(
     exclude: Targets | None = None,
     shard_bytes: int = 5 * 10**9,
     config: Fp8Config | None = None,
+    progress: Watcher | None = None,
 ) -> ExportReport:
     """Writes a model as inference engines load it: safetensors and `config.json`.
 
@@ -130,6 +132,8 @@ def export_model(
         exclude: Layers to leave in high precision; by default those called `head` or `lm_head`.
         shard_bytes: The most bytes of a file; larger models have several, and an index.
         config: Only its `rules` matter; needed for layers of your own classes.
+        progress: Called as `progress(name, done, total)` with each tensor, in bytes; `done` starts anew for each of the
+            three passes that write, compare and check. By default there is a bar if the standard error is a terminal.
 
     Returns:
         What was written.
@@ -171,12 +175,13 @@ def export_model(
     ignore = (*_in_high_precision(tensors), *tied)
     described, files = ({}, {}) if chosen is None else chosen.config_files(ignore)
     with new_folder(directory) as folder:
-        write_tensors(folder, [(tensor.specs, lambda tensor=tensor: made(tensor)) for tensor in tensors], shard_bytes)
+        groups = [(tensor.specs, lambda tensor=tensor: made(tensor)) for tensor in tensors]
+        write_tensors(folder, groups, shard_bytes, progress)
         ties = {"tie_word_embeddings": True} if tied else {}
         for name, content in {**files, CONFIG: {**config_of(model, hf_config), **ties, **described}}.items():
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
-        _compare(folder, tensors, digests)
-        _require_sound(folder)
+        _compare(folder, tensors, digests, progress)
+        _require_sound(folder, progress)
     of_kernels, of_rest = (
         [sum(spec.bytes for spec in tensor.specs) for tensor in tensors if (tensor.layout is None) == is_rest]
         for is_rest in (False, True)
@@ -402,18 +407,23 @@ def _quantized(tensor: Tensor, layout: Layout, how: _How) -> ScaledMatrix:
 # --- Read back --------------------------------------------------------------------------------------------------------
 
 
-def _compare(folder: pathlib.Path, tensors: Sequence[Tensor], digests: Mapping[str, str]) -> None:
+def _compare(
+    folder: pathlib.Path, tensors: Sequence[Tensor], digests: Mapping[str, str], progress: Watcher | None
+) -> None:
     """Raises a ValueError unless a folder holds what was to be written, as an import reads it."""
     written = tensors_in(TensorFolder.open(folder))
-    for tensor in tensors:
-        if _digest(written[tensor.name].read()) != digests[tensor.name]:
-            name = tensor.name if tensor.layout is None else tensor.path
-            raise ValueError(f"{name} did not read back as it was written; nothing was exported: report this")
+    sizes = {tensor.name: sum(spec.bytes for spec in tensor.specs) for tensor in tensors}
+    with progress_of("comparing", sum(sizes.values()), progress) as advance:
+        for tensor in tensors:
+            if _digest(written[tensor.name].read()) != digests[tensor.name]:
+                name = tensor.name if tensor.layout is None else tensor.path
+                raise ValueError(f"{name} did not read back as it was written; nothing was exported: report this")
+            advance(tensor.name, sizes[tensor.name])
 
 
-def _require_sound(folder: pathlib.Path) -> None:
+def _require_sound(folder: pathlib.Path, progress: Watcher | None) -> None:
     """Raises a ValueError if engines would read a folder wrongly, whose tensors are as the model has them."""
-    errors = check_folder(folder).errors
+    errors = check_folder(folder, progress=progress).errors
     if not errors:
         return
     first = str(errors[0])

@@ -17,6 +17,7 @@ import numpy as np
 from .._files.checksums import FORMAT, checksum, index_metadata, read_index, text_checksum, to_json
 from .._files.header import NAMES, Stored, read_header
 from .._files.strict_json import BrokenCheckpoint, json_file
+from .._printing.progress import Watcher, progress_of
 
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -187,6 +188,10 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+type Group = tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]
+"""Tensors that are made together, and what makes them."""
+
+
 @contextlib.contextmanager
 def new_folder(directory: str | os.PathLike[str], name: str = "directory") -> Iterator[pathlib.Path]:
     """A folder to write to, which takes its name when everything in it is complete.
@@ -237,15 +242,14 @@ def _to_disk(path: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def write_tensors(
-    folder: pathlib.Path, groups: Sequence[tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]], limit: int
-) -> None:
+def write_tensors(folder: pathlib.Path, groups: Sequence[Group], limit: int, progress: Watcher | None = None) -> None:
     """Writes tensors into `model.safetensors`, or into numbered files with an index, whose checksum each of them has.
 
     Args:
         folder: Where to.
         groups: Tensors that are made together, and what makes them.
         limit: The most bytes of a file, unless a group alone has more.
+        progress: Called with each tensor.
     """
     shards: list[list[int]] = [[]]
     size = 0
@@ -257,16 +261,17 @@ def write_tensors(
         shards[-1].append(i)
         size += more
     files = [SINGLE] if len(shards) == 1 else [_numbered(i, len(shards)) for i in range(1, len(shards) + 1)]
+    total = sum(spec.bytes for specs, _ in groups for spec in specs)
     of_index: dict[str, str] = {}
     if len(files) > 1:
         where = {s.name: file for file, shard in zip(files, shards, strict=True) for i in shard for s in groups[i][0]}
-        total = sum(spec.bytes for specs, _ in groups for spec in specs)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         text = json.dumps(index, indent=2).encode()
         (folder / INDEX).write_bytes(text)
         of_index = {INDEX: text_checksum(text)}
-    for file, shard in zip(files, shards, strict=True):
-        _write(folder / file, [groups[i] for i in shard], of_index)
+    with progress_of("writing", total, progress) as advance:
+        for file, shard in zip(files, shards, strict=True):
+            _write(folder / file, [groups[i] for i in shard], of_index, advance)
 
 
 def _numbered(i: int, n: int) -> str:
@@ -274,9 +279,7 @@ def _numbered(i: int, n: int) -> str:
 
 
 def _write(
-    path: pathlib.Path,
-    groups: Sequence[tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]],
-    of_index: Mapping[str, str],
+    path: pathlib.Path, groups: Sequence[Group], of_index: Mapping[str, str], advance: Callable[[str, int], None]
 ) -> None:
     header: dict[str, Any] = {}
     offset = 0
@@ -306,6 +309,7 @@ def _write(
                 leaves[spec.name]["crc32"] = checksum(spec.name, *described[spec.name], words)
                 file.seek(begin + header[spec.name]["data_offsets"][0])
                 file.write(words)
+                advance(spec.name, spec.bytes)
         # As long as the text with zeros instead of checksums.
         file.seek(8)
         file.write(text())

@@ -19,7 +19,7 @@ from ..serving.layout import ServedLayout
 from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear
 from .frozen_kernel import FrozenKernel
 from .layout import Inputs
-from .model import Leaf, plain
+from .model import Leaf, plain, uncopied
 from .scaled_matrix import ScaledMatrix, are_exponents
 
 
@@ -34,7 +34,7 @@ def _stacked(leaf: Leaf, found: Found) -> tuple[ScaledMatrix, np.ndarray, np.nda
         raise ValueError(
             f"the blocks of {leaf.site.place} have scales for blocks of different sizes; import it dequantized"
         )
-    data = np.empty((*leaf.leading, *first.data.shape), np.uint8)
+    data = uncopied((*leaf.leading, *first.data.shape), np.uint8)
     scales = np.empty((*leaf.leading, *first.scale.shape), np.float32)
     has_inputs = all(matrix.input_scale is not None for _, matrix in found)
     of_inputs = np.empty(leaf.leading, np.float32) if has_inputs else None

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from .._files.fits import require_fits
 from .._numerics.checks import nearest
+from .._printing.progress import Watcher, progress_of
 from .._product.arguments import floating_dtype
 from ..layers.checks import require_layers
 from ..layers.config import Fp8Config, as_config
@@ -58,6 +59,7 @@ def import_model[M](
     weights: Weights | str = Weights.DEQUANTIZED,
     strict: bool = True,
     config: Fp8Config | None = None,
+    progress: Watcher | None = None,
 ) -> M:
     """Reads a checkpoint into a model, without PyTorch.
 
@@ -77,6 +79,7 @@ def import_model[M](
             block after the other, and layers compute in the dtype of the model's parameters.
         strict: Whether a tensor of the checkpoint that the model does not have is an error.
         config: Only its `rules` matter; needed for layers of your own classes.
+        progress: As in `export_model`.
 
     Returns:
         The model with the checkpoint's weights.
@@ -104,9 +107,11 @@ def import_model[M](
     for fault in misfits:
         if fault.tensor not in folder.tensors:
             raise fault.error
-    checkpoint = _Checkpoint(with_each_expert(tensors_in(folder)), name_map, outputs, is_tied, set(), checked, misfits)
-    load = lambda site: _loaded(site, checkpoint, weights)
-    loaded = map_sites(load, model, rules)
+    tensors = with_each_expert(tensors_in(folder))
+    with progress_of("reading", sum(stored.bytes for stored in folder.tensors.values()), progress) as advance:
+        checkpoint = _Checkpoint(tensors, name_map, outputs, is_tied, set(), checked, misfits, advance)
+        load = lambda site: _loaded(site, checkpoint, weights)
+        loaded = map_sites(load, model, rules)
     _use_shared(model, loaded, rules, checkpoint)
     if strict and (unused := checkpoint.unused()):
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
@@ -129,6 +134,7 @@ def load(
     weights: "Weights | str" = "dequantized",
     dtype: DTypeLike | None = None,
     without_effect: tuple[str, ...] = (),
+    progress: Watcher | None = None,
 ) -> Transformer:
     """The model of a folder: Llama, Mistral, Qwen2, Qwen3, Mixtral or Qwen3-MoE, plain or in any layout of FP8.
 
@@ -140,6 +146,7 @@ def load(
         weights: As in `import_model`: `"dequantized"`, `"frozen"` or `"served"`.
         dtype: The dtype of the weights that are not in FP8; by default the one that `config.json` names.
         without_effect: Keys of `config.json` that this version does not know, and that you know not to matter.
+        progress: As in `export_model`.
 
     Returns:
         The model, its blocks stacked. Sequences may be as long as `max_position_embeddings`, or as the window of a
@@ -167,7 +174,7 @@ def load(
     init = functools.partial(Transformer.init, config)
     model = eqx.filter_eval_shape(lambda key: init(key=key), jax.random.key(0))
     cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype) if _is_floating(x) else x
-    return import_model(directory, jax.tree.map(cast, model), names=names, weights=weights)
+    return import_model(directory, jax.tree.map(cast, model), names=names, weights=weights, progress=progress)
 
 
 def _is_floating(x: Any) -> bool:
@@ -299,6 +306,7 @@ class _Checkpoint:
         used: The names that were read, and those of their scales.
         checked: The folder, with its checks.
         misfits: Tensors that do not fit the configuration, or each other.
+        advance: Called with the name and the bytes of each tensor that is read.
     """
 
     tensors: dict[str, Tensor]
@@ -308,6 +316,7 @@ class _Checkpoint:
     used: set[str]
     checked: Checked
     misfits: list[Fault]
+    advance: Callable[[str, int], None]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Values:
         """A tensor of the model: its values, or FP8 data and scales.
@@ -365,6 +374,9 @@ class _Checkpoint:
         layer, _, field = name.rpartition(".")
         scales = [f"{layer}.{scale}".removeprefix(".") for scale in SCALES] if field == "weight" else []
         names = [name, *(scale for scale in scales if scale in self.checked.tensors)]
+        for read in names:
+            if read not in self.used and read in self.checked.tensors:
+                self.advance(read, self.checked.tensors[read].bytes)
         self.used.update(names)
         return names
 

@@ -15,7 +15,6 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -185,12 +184,11 @@ class Leaf:
     def filled(self, read: Callable[[str], np.ndarray]) -> Any:
         """An array like this one, made of its tensors by name, in its dtype and on its devices."""
         template = plain(self.array)
-        values = np.empty(template.shape, template.dtype)
+        values = uncopied(template.shape, template.dtype)
         for name, index in self.tensors():
             # With an ellipsis: the view of an array without axes would be a scalar.
             values.transpose(self.order)[(*index, ...)] = read(name).astype(template.dtype).reshape(self.split)
-        sharding = getattr(template, "sharding", None)
-        array = jnp.asarray(values) if sharding is None else jax.device_put(values, sharding)
+        array = jax.device_put(values, getattr(template, "sharding", None))
         if not isinstance(self.array, hax.NamedArray):
             return array
         return jax.tree.unflatten(jax.tree.structure(self.array), [array])
@@ -206,7 +204,7 @@ class Leaf:
         """
         sharding = getattr(plain(self.array), "sharding", None)
         if not isinstance(sharding, NamedSharding):
-            return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
+            return jax.device_put(array, sharding)
         spec = [*sharding.spec, *[None] * len(self.order)]
         leading, rest = self.order[: len(self.leading)], self.order[len(self.leading) :]
         parts, split = [spec[axis] for axis in leading], list(zip(rest, self.split, strict=True))
@@ -222,6 +220,17 @@ class Leaf:
         fits = lambda size, part: part and size % math.prod(sharding.mesh.shape[name] for name in names(part)) == 0
         kept = [part if fits(size, part) else None for size, part in zip(array.shape, parts, strict=False)]
         return jax.device_put(array, NamedSharding(sharding.mesh, P(*kept)))
+
+
+def uncopied(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array to be filled, which `jax.device_put` takes over on a CPU instead of copying it.
+
+    XLA asks for buffers that begin at a multiple of 64 bytes, and NumPy's begin 16 bytes behind one.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 63, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _on_host(array: Any) -> bool:

@@ -7,6 +7,7 @@ import haliax as hax
 import jax
 from jaxtyping import DTypeLike
 
+from .._printing.progress import Watcher, progress_of
 from ..layers.checks import check_not_modified, require_layers, require_model
 from ..layers.config import Fp8Config, as_config
 from ..layers.convert import routers
@@ -38,6 +39,7 @@ def quantize_for_inference[M](
     unstack: bool = True,
     config: Fp8Config | None = None,
     served_layers: Mapping[type, Constructor] | None = None,
+    progress: Watcher | None = None,
 ) -> M:
     """The model with the weights of its linear layers in FP8: one byte each, and scales.
 
@@ -70,6 +72,8 @@ def quantize_for_inference[M](
         config: A configuration; only its `rules` matter. Needed for layers of your own classes.
         served_layers: For each class of your own, a function that takes a layer of it and the `ServedKernel` that it
             multiplies by, and returns an `AbstractServedLayer`: `{Dense: ServedDense.of}`.
+        progress: Called as `progress(path, done, total)` with each layer, in bytes of FP8. By default there is a bar if
+            the standard error is a terminal.
 
     Returns:
         The model for inference.
@@ -91,6 +95,8 @@ def quantize_for_inference[M](
     rules = as_config(config).rules
     constructors = constructors_with(served_layers, rules)
     selected = _selected(model, rules, targets, exclude)
+    layers = {path: layer for path, (layer, _) in find_layers(model, rules).items() if path in selected}
+    sizes = {path: _elements(rule_of(layer, rules).kernel(layer).weight) for path, layer in layers.items()}
     done: dict[int, Any] = {}
 
     def quantized(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
@@ -103,9 +109,11 @@ def quantize_for_inference[M](
         if id(layer) not in done:
             kernel = served_kernel(path, rule, layer, stack, chosen)
             done[id(layer)] = made_for_inference(path, rule, layer, kernel, constructors)
+        advance(path, sizes[path])
         return done[id(layer)]
 
-    served = map_layers_in_stacks(quantized, model, rules)
+    with progress_of("quantizing", sum(sizes.values()), progress) as advance:
+        served = map_layers_in_stacks(quantized, model, rules)
     return unstacked(served) if unstack else served
 
 
@@ -124,6 +132,10 @@ def dequantize[M](model: M, dtype: DTypeLike = "float32") -> M:
     require_model(model, "dequantize(model)")
     is_served = lambda node: isinstance(node, AbstractServedLayer)
     return jax.tree.map(lambda node: node.dequantized(dtype) if is_served(node) else node, model, is_leaf=is_served)
+
+
+def _elements(weight: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(weight))
 
 
 def _selected(model: Any, rules: tuple[LayerRule, ...], targets: Targets | None, exclude: Targets) -> frozenset[str]:
