@@ -17,7 +17,6 @@ from ._op import Fp8DotGeneral
 from ._state.op_state import OverwriteWithGradient
 from .layers import Fp8Config, describe, fp8_linear_layers, quantize_kernels, restore_linear_layers
 from .recipes import DelayedScaling, Recipe
-from .statistics import quantization_statistics
 from .training import (
     TrainStep,
     accumulate_gradients,
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
         statistics as statistics,
         training as training,
     )
+    from .statistics import quantization_statistics
 
 
 __version__ = "0.1.0"
@@ -113,9 +113,11 @@ _OTHER_NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The modules by subject, loaded when they are first used."""
+    """The modules by subject, loaded when they are first used, and the one function that comes from such a module."""
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
+    if name == "quantization_statistics":
+        return importlib.import_module(".statistics", __name__).quantization_statistics
     hint = f"; {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 

@@ -187,8 +187,8 @@ class ModelDescription(Printable):
     @property
     def scales(self) -> str:
         """How scales of whole tensors are rounded, over all layers; empty if there are none."""
-        found = "; ".join(dict.fromkeys(layer.scales for layer in self.layers if layer.scales))
-        return f"Scales: {found}" if found else ""
+        scales = "; ".join(dict.fromkeys(layer.scales for layer in self.layers if layer.scales))
+        return f"Scales: {scales}" if scales else ""
 
     @property
     def waiting(self) -> str:
@@ -207,9 +207,9 @@ class ModelDescription(Printable):
     @property
     def remarks(self) -> tuple[str, ...]:
         """What stays in high precision and may be meant not to, and the other way round."""
-        found = []
+        remarks = []
         if self.head:
-            found.append(
+            remarks.append(
                 f"The loss seems to read the output of {self.head}: such a layer is usually left in high precision, "
                 f"exclude={self.head!r}"
             )
@@ -217,10 +217,10 @@ class ModelDescription(Printable):
             array, them = f"{len(self.arrays)} arrays belong", "them"
             if len(self.arrays) == 1:
                 array, them = "1 array belongs", "it"
-            found.append(
+            remarks.append(
                 f"{array} to no known layer; products with {them} stay in high precision: {_names(self.arrays)}"
             )
-        return tuple(found)
+        return tuple(remarks)
 
     @property
     def note(self) -> str:

@@ -78,8 +78,8 @@ def grouped[L: Layer](layers: Sequence[L], kind: Kind[L]) -> Iterator[RowGroup[L
         kind: What a row says of a layer other than its name and shape.
     """
     rows = _in_ranges(_siblings(layers, kind), kind)
-    for (stacked, _), found in itertools.groupby(rows, _stack_or_root):
-        members = tuple(found)
+    for (stacked, _), group in itertools.groupby(rows, _stack_or_root):
+        members = tuple(group)
         paths = [path for row in members for path in row.paths]
         prefix = common_prefix(paths) if len(paths) > 1 else ""
         # A number alone would not name a layer.
@@ -122,8 +122,8 @@ class _Row[L: Layer]:
 def _siblings[L: Layer](layers: Sequence[L], kind: Kind[L]) -> Iterator[_Row[L]]:
     """A row for each layer, or for siblings that differ in name and shape alone; not for those of a list."""
     parent = lambda layer: layer.path.rpartition(".")[0]
-    for (above, _, _), found in itertools.groupby(layers, lambda layer: (parent(layer), layer.stacked, kind(layer))):
-        members = tuple(found)
+    for (above, _, _), group in itertools.groupby(layers, lambda layer: (parent(layer), layer.stacked, kind(layer))):
+        members = tuple(group)
         names = tuple(layer.path.rpartition(".")[2] for layer in members)
         if not above or len(members) < 3 or any(name.isdigit() for name in names):
             yield from (_Row(layer.path, (), (layer.shape,), layer) for layer in members)
@@ -137,5 +137,5 @@ def _in_ranges[L: Layer](rows: Iterable[_Row[L]], kind: Kind[L]) -> Iterator[_Ro
     for row in rows:
         same = without_numbers(row.path), row.siblings, row.shapes, row.layer.stacked, kind(row.layer)
         alike.setdefault(same, []).append(row)
-    for found in alike.values():
-        yield dataclasses.replace(found[0], path=in_one_name([row.path for row in found]))
+    for group in alike.values():
+        yield dataclasses.replace(group[0], path=in_one_name([row.path for row in group]))

@@ -120,9 +120,9 @@ def _of_plain(path: str, kernel: Kernel, shape: tuple[int, ...], *, per_axis: bo
         return _dot(shape, kernel.contracted)
     if kernel.In is not None and kernel.Out is not None:
         sizes = count(kernel.Out), count(kernel.In)
-        found = [axes for axes, fits in (((1,), sizes), ((0,), sizes[::-1])) if shape == fits]
-        if len(found) == 1:
-            return _dot(shape, found[0])
+        contracted = [axes for axes, fits in (((1,), sizes), ((0,), sizes[::-1])) if shape == fits]
+        if len(contracted) == 1:
+            return _dot(shape, contracted[0])
     if per_axis:
         raise ValueError(
             f"the kernel of {path or 'the model itself'} has shape {shape}, which does not show what its product sums "

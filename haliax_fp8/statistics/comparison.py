@@ -291,7 +291,7 @@ def compare(
         rules: The rules of `Fp8Config(rules=...)` that the model was converted with.
 
     Returns:
-        The distances of each layer; `print` shows them in the order of the network, `print(found.worst())` those
+        The distances of each layer; `print` shows them in the order of the network, `print(comparison.worst())` those
         layers first that are worst on their own.
 
     Raises:
@@ -299,10 +299,10 @@ def compare(
             layer is in them; if `function` returns nothing with a gradient.
 
     Example:
-        >>> found = compare(model, fp8_linear_layers(model), loss_fn, x)
-        >>> bool(found["layers.0"].output.sqnr > 20.0)
+        >>> comparison = compare(model, fp8_linear_layers(model), loss_fn, x)
+        >>> bool(comparison["layers.0"].output.sqnr > 20.0)
         True
-        >>> bool(found["layers.0"].fprop.relative_error == found["layers.0"].output.relative_error)
+        >>> bool(comparison["layers.0"].fprop.relative_error == comparison["layers.0"].output.relative_error)
         True
     """
     for name, model in (("plain", plain), ("converted", converted)):
@@ -310,8 +310,8 @@ def compare(
     check_not_modified(converted)
     require_no_quantized_kernels(converted)
     require_calibrated(converted)
-    found = find_layers(converted, rules)
-    twins = {path: twin for path, (layer, stack) in found.items() if (twin := _twin(layer, stack, rules)) is not None}
+    layers = find_layers(converted, rules)
+    twins = {path: twin for path, (layer, stack) in layers.items() if (twin := _twin(layer, stack, rules)) is not None}
     if not twins:
         raise nothing_to_convert(converted, rules, {})
     if not all_ops(converted):
@@ -390,8 +390,8 @@ def _compared(
 
     def summed(slots: list[hax.NamedArray]) -> tuple[Array, tuple[Any, bool]]:
         slots = jax.tree.map(to_max_grad, slots)
-        given = iter(slots)
-        fill = lambda node: eqx.tree_at(lambda twin: twin.slot, node, next(given)) if _is_twin(node) else node
+        following = iter(slots)
+        fill = lambda node: eqx.tree_at(lambda twin: twin.slot, node, next(following)) if _is_twin(node) else node
         rest, is_loss = jax.tree.map(fill, static, is_leaf=_is_twin), []
 
         def run(arrays: Any) -> tuple[Array, list[Array]]:

@@ -62,17 +62,17 @@ def check(operands: list[Operand], thresholds: Thresholds) -> tuple[Finding, ...
         operands: The operands of a model.
         thresholds: As in `diagnose`.
     """
-    found: dict[tuple[str, tuple[int, ...], str], Finding] = {}
+    findings: dict[tuple[str, tuple[int, ...], str], Finding] = {}
     explained: set[tuple[str, tuple[int, ...]]] = set()
     for row in CHECKS:
         new = [x for x in row.findings(operands, thresholds) if (x.layer, x.index) not in explained]
         for finding in new:
-            found.setdefault((finding.layer, finding.index, finding.operand), finding)
+            findings.setdefault((finding.layer, finding.index, finding.operand), finding)
         if row.explains_layer:
             explained |= {(x.layer, x.index) for x in new}
         if new and row.explains_all:
             break
-    return tuple(found.values())
+    return tuple(findings.values())
 
 
 def where_not_finite(model: Any, loss_fn: Callable[..., Any], *batch: Any) -> str:

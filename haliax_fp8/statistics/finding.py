@@ -213,22 +213,22 @@ def _report(findings: Sequence[Finding]) -> Table:
     """The report on one finding, or on several that differ in where it is and what was seen."""
     first, *others = findings
     count = f" ({len(findings)} findings)" if others else ""
-    ranges: dict[tuple[str, str], list[Finding]] = {}
+    alike: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        ranges.setdefault((without_numbers(finding.where), finding.operand), []).append(finding)
-    names = {f"{in_one_name([x.where for x in found])}, {found[0].operand}": found for found in ranges.values()}
-    title = f"{next(iter(names))}: {first.problem.value}" if len(names) == 1 else first.problem.value
+        alike.setdefault((without_numbers(finding.where), finding.operand), []).append(finding)
+    ranges = {f"{in_one_name([x.where for x in same])}, {same[0].operand}": same for same in alike.values()}
+    title = f"{next(iter(ranges))}: {first.problem.value}" if len(ranges) == 1 else first.problem.value
     table = new_table(title + count)
     table.show_header = False
     table.add_column(no_wrap=True)
     table.add_column()
-    if len(names) == 1:
+    if len(ranges) == 1:
         table.add_row("seen", Text(_seen(findings)))
     elif len({finding.seen_in_words for finding in findings}) == 1:
-        table.add_row("where", Text("\n".join(names)))
+        table.add_row("where", Text("\n".join(ranges)))
         table.add_row("seen", Text(first.seen_in_words))
     else:
-        table.add_row("seen", Text("\n".join(f"{name}: {_seen(found)}" for name, found in names.items())))
+        table.add_row("seen", Text("\n".join(f"{name}: {_seen(same)}" for name, same in ranges.items())))
     table.add_row("threshold", Text(f"{first.threshold_in_words} ({first.words.source})"))
     table.add_row("remedy", Text(first.advice))
     return table

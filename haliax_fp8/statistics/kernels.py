@@ -111,9 +111,9 @@ def _whose(kernel: Operand, kernels: list[Operand], named: list[Operand]) -> tup
     """
     near = [o for o in kernels if o is not kernel and _between(o, kernel) < min(_ALIKE, _distance(kernel))]
     owners = [o for o in near if o in named]
-    found = owners if len(owners) == 1 else near
-    fits = "owners" if found is owners else "alike" if len(near) == 1 else "several"
-    return fits, tuple(operand.numbered_layer for operand in found)
+    candidates = owners if len(owners) == 1 else near
+    fits = "owners" if candidates is owners else "alike" if len(near) == 1 else "several"
+    return fits, tuple(operand.numbered_layer for operand in candidates)
 
 
 def _factor(operand: Operand) -> float:

@@ -92,9 +92,9 @@ class StatisticsLog(Printable):
         if operand not in OPERANDS:
             raise ValueError(f"operand={operand!r} is not one of {list(OPERANDS)}")
         split = {name: name.rsplit("/", 3) for name in self.numbers}
-        parts = {name: found for name, found in split.items() if len(found) == 4 and found[2] in OPERANDS}
-        rows = {found[1]: name for name, found in parts.items() if found[2:] == [operand, statistic]}
+        logged = {name: parts for name, parts in split.items() if len(parts) == 4 and parts[2] in OPERANDS}
+        rows = {parts[1]: name for name, parts in logged.items() if parts[2:] == [operand, statistic]}
         if not rows:
-            known = sorted({found[3] for found in parts.values()})
+            known = sorted({parts[3] for parts in logged.values()})
             raise ValueError(f"statistic={statistic!r} of {operand} is not in the log, which has {known}")
         return tuple(rows), np.stack([self.numbers[name] for name in rows.values()])

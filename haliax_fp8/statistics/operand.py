@@ -102,7 +102,7 @@ def operands(model: object, statistics: ModelStatistics) -> list[Operand]:
             "statistics are traced or abstract, and have no numbers; return them from the jitted function, and call "
             "diagnose outside jit"
         )
-    found = []
+    operands = []
     for path, op in ops.items():
         stack, measured = _stack(op), statistics[path].amax.shape[:-1]
         if stack not in (None, measured):
@@ -117,8 +117,8 @@ def operands(model: object, statistics: ModelStatistics) -> list[Operand]:
             for row, name in enumerate(OPERANDS):
                 numbers = {field: float(array[*index, row]) for field, array in arrays.items()}
                 history = History.of(op, row, index)
-                found.append(Operand(path, index, name, numbers, history, op.recipe, op.state_per_group))
-    return found
+                operands.append(Operand(path, index, name, numbers, history, op.recipe, op.state_per_group))
+    return operands
 
 
 def _stack(op: Fp8DotGeneral) -> tuple[int, ...] | None:

@@ -190,21 +190,21 @@ class ModelStatistics(Printable, eqx.Module):
         table.add_column("operand", no_wrap=True)
         for column in ("amax", "saturation", "underflow", "SQNR"):
             table.add_column(column, justify="right", no_wrap=True)
-        found: list[Worst] = []
+        worst: list[Worst] = []
         for group in of_groups:
             indent = 2 if group.prefix and not whole else 0
             if indent:
                 table.add_row(DottedName(group.prefix))
             for path, name in group.names.items():
                 if path not in never_called:
-                    found += _add_rows(table, DottedName(name, indent), self[path])
+                    worst += _add_rows(table, DottedName(name, indent), self[path])
         if not all(map(is_concrete, self.of_ops)):
             return table
         by_reason = {reason: list[str]() for reason in never_called.values()}
         for path, reason in never_called.items():
             by_reason[reason].append(path or "the model itself")
         lines = [Text(f"{', '.join(paths)}: {reason}") for reason, paths in by_reason.items()]
-        return Group(Text(verdict(found)), *lines, Text(), table)
+        return Group(Text(verdict(worst)), *lines, Text(), table)
 
 
 def _add_rows(table: Table, name: DottedName, op: OpStatistics) -> list[Worst]:
@@ -215,13 +215,13 @@ def _add_rows(table: Table, name: DottedName, op: OpStatistics) -> list[Worst]:
     # NaN, for members that the loss does not reach, gives way to numbers.
     worst = lambda values, reduce=np.fmax: reduce.reduce(np.asarray(values).reshape(-1, 3), axis=0)
     amaxes, sqnrs = worst(op.amax), worst(op.sqnr, np.fmin)
-    found = [Worst(*map(float, x)) for x in zip(*map(worst, (op.saturation, op.underflow, op.nonfinite)), strict=True)]
-    for i, (operand, of_operand) in enumerate(zip(OPERANDS, found, strict=True)):
+    rows = [Worst(*map(float, x)) for x in zip(*map(worst, (op.saturation, op.underflow, op.nonfinite)), strict=True)]
+    for i, (operand, row) in enumerate(zip(OPERANDS, rows, strict=True)):
         amax, sqnr = amaxes[i], sqnrs[i]
-        last = f"{of_operand.nonfinite:.0f} NaN or inf" if of_operand.nonfinite > 0 else f"{sqnr:.1f} dB"
-        shares = f"{of_operand.saturation:.3%}", f"{of_operand.underflow:.3%}"
+        last = f"{row.nonfinite:.0f} NaN or inf" if row.nonfinite > 0 else f"{sqnr:.1f} dB"
+        shares = f"{row.saturation:.3%}", f"{row.underflow:.3%}"
         table.add_row("" if i else name, operand, f"{amax:.3g}", *shares, last)
-    return found
+    return rows
 
 
 _NO_NUMBERS = "traced or abstract: no numbers"

@@ -24,12 +24,12 @@ class Group:
 
 def groups(paths: Sequence[str]) -> list[Group]:
     """The groups of a table, in the order of the layers: those whose paths have at least their first segment alike."""
-    found = []
+    groups = []
     for _, same in itertools.groupby(paths, lambda path: path.partition(".")[0]):
         members = list(same)
         prefix = common_prefix(members) if len(members) > 1 else ""
-        found.append(Group(prefix, {path: path.removeprefix(prefix).removeprefix(".") for path in members}))
-    return found
+        groups.append(Group(prefix, {path: path.removeprefix(prefix).removeprefix(".") for path in members}))
+    return groups
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,10 +53,16 @@ def test_a_star_import_takes_functions_and_classes_alone():
 
 
 def test_modules_load_when_they_are_used():
+    train = "import haliax_fp8 as fp8; fp8.fp8_linear_layers, fp8.TrainStep, fp8.calibrate, fp8.describe"
     code = (
-        "import sys, haliax_fp8; assert 'haliax_fp8.checkpoints' not in sys.modules;"
-        "haliax_fp8.checkpoints.save; assert 'haliax_fp8.checkpoints' in sys.modules"
+        f"import sys; {train}; core = set(sys.modules); fp8.checkpoints.save; fp8.quantization_statistics;"
+        "print(*sorted(core)); print(*sorted({*sys.modules} - core))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    core, later = (set(line.split()) for line in run.stdout.splitlines())
+    subjects = {name for name in MODULES if f"haliax_fp8.{name}" in core}
+    assert subjects == {"devices", "recipes", "layers", "memory", "training"}
+    assert "matplotlib" not in core
+    assert later >= {"haliax_fp8.checkpoints", "haliax_fp8.statistics"}
     with pytest.raises(AttributeError, match="no attribute 'checkpoint'"):
         haliax_fp8.checkpoint  # noqa: B018
