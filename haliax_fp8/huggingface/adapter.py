@@ -11,6 +11,7 @@ from ..models.adapters import AdaptedModel, LoraLinear, require_adapters
 from ..models.transformer import Transformer
 from .architecture import names_of
 from .folder import SINGLE, TensorSpec, new_folder, require_folder_name, write_tensors
+from .frozen import is_frozen
 from .model import tensors_of
 from .tensors import Tensor
 
@@ -49,7 +50,8 @@ def export_adapter(
     def tensors(half: str) -> list[Tensor]:
         # In place of its layer, so that it has that layer's name.
         place = lambda node: getattr(node, half) if is_adapter(node) else None
-        return list(tensors_of(jax.tree.map(place, model.adapted, is_leaf=is_adapter), default_rules))
+        is_layer = lambda node: is_adapter(node) or is_frozen(node)
+        return list(tensors_of(jax.tree.map(place, model.adapted, is_leaf=is_layer), default_rules))
 
     layers = [names.to_checkpoint(tensor.name).removesuffix(".weight") for tensor in tensors("A")]
     settings = {

@@ -2,7 +2,6 @@
 
 from .adapters import (
     AdaptedModel as AdaptedModel,
-    FrozenArray as FrozenArray,
     LoraLinear as LoraLinear,
     add_lora as add_lora,
     merge_lora as merge_lora,

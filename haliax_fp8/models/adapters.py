@@ -52,7 +52,7 @@ class LoraLinear(eqx.Module):
     B: Any
     dropout: eqx.nn.Dropout
     key: Key[Array, "..."] | None
-    alpha: float = eqx.field(static=True)
+    alpha: float | int = eqx.field(static=True)
 
     @property
     def rank(self) -> int:
@@ -90,12 +90,11 @@ class LoraLinear(eqx.Module):
         product = jnp.matmul(b, a, precision=lax.Precision.HIGHEST) * (self.alpha / self.rank / factor)
         array = weight.array if isinstance(weight, hax.NamedArray) else weight
         if isinstance(weight, hax.NamedArray):
-            stack, outputs, inputs = self.B.weight.axes[: -1 - len(axes_of(layer.Out))], layer.Out, layer.In
-            axes = (*stack, *axes_of(outputs), *axes_of(inputs))
-            members = array.ndim - len(axes)
-            product = product.reshape(*array.shape[:members], *(axis.size for axis in axes))
-            order = (members + [axis.name for axis in axes].index(name) for name in weight.axis_names)
-            product = product.transpose(*range(members), *order)
+            axes = (*axes_of(layer.Out), *axes_of(layer.In))
+            product = product.reshape(*product.shape[:-2], *(axis.size for axis in axes))
+            names = (*self.B.weight.axis_names[: -1 - len(axes_of(layer.Out))], *(axis.name for axis in axes))
+            members = array.ndim - len(names)
+            product = product.transpose(*range(members), *(members + names.index(name) for name in weight.axis_names))
         merged = (array.astype(product.dtype) + product).astype(dtype if _is_fp8(self.base) else array.dtype)
         return _with_weight(layer, jax.tree.unflatten(jax.tree.structure(weight), [merged]))
 
@@ -191,8 +190,8 @@ def add_lora(
     rank: int,
     key: Key[Array, ""],
     targets: Targets | None = None,
-    alpha: float | None = None,
-    dropout: float = 0.0,
+    alpha: float | int | None = None,
+    dropout: float | int = 0.0,
 ) -> AdaptedModel:
     """Freezes a model, and adds adapters to its linear layers.
 
@@ -231,7 +230,7 @@ def add_lora(
     require_weights(model, "model", "Load it with weights='frozen'")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank={rank!r} must be a positive integer; 8 and 16 are usual")
-    alpha = float(rank) if alpha is None else alpha
+    alpha = rank if alpha is None else alpha
     for name, value, top in (("alpha", alpha, math.inf), ("dropout", dropout, 1.0)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < top:
             raise ValueError(f"{name}={value!r} must be a number of at least 0 and less than {top}")
@@ -243,7 +242,7 @@ def add_lora(
         if path not in keys:
             return layer
         A, B = _halves(*layers[path], rank, keys[path])
-        return LoraLinear(layer, A, B, eqx.nn.Dropout(float(dropout)), None, float(alpha))
+        return LoraLinear(layer, A, B, eqx.nn.Dropout(float(dropout)), None, alpha)
 
     return AdaptedModel(map_layers(adapt, jax.tree.map(_frozen, model, is_leaf=is_state), default_rules))
 
