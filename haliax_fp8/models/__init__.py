@@ -1,4 +1,7 @@
-"""Models: a family of language models in plain Haliax, which examples train, exports name and `--demo` compiles."""
+"""Models: a family of language models in plain Haliax, which examples train, exports name and `--demo` compiles.
+
+And low-rank adapters, for these and for any other model of Haliax or Equinox.
+"""
 
 from .adapters import (
     AdaptedModel as AdaptedModel,

@@ -1,4 +1,4 @@
-"""Writes what `read_adapters.py` loads into PEFT: adapters trained on an FP8 folder, the folder's model, and both merged.
+"""Writes what `read_adapters.py` loads into PEFT: adapters for an FP8 folder, its model, and both merged.
 
 python tests/others/write_adapters.py FOLDER
 """
