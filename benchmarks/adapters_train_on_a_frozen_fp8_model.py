@@ -33,7 +33,7 @@ def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
 
 
 def in_fp8(layer: hnn.Linear, stack: hax.Axis) -> FrozenLinear:
-    """The layer as `load(folder, weights="frozen")` makes it, with a scale for each output; the numbers do not matter."""
+    """The layer as `load(folder, weights="frozen")` makes it, with a scale for each output, all zero."""
     count = lambda spec: int(np.prod([axis.size for axis in hax.axis.axis_spec_to_tuple(spec)]))
     outputs, inputs = count(layer.Out), count(layer.In)
     bits = lambda dtype, **axes: hax.zeros((stack, *hax.make_axes(**axes)), dtype)

@@ -178,6 +178,7 @@ def test_merged_weights_compute_the_same(kind, folder):
     )
 
 
+@pytest.mark.more
 def test_merges_what_is_not_a_plain_matrix():
     """An ensemble, muP's factor, and axes in another order."""
     In, Out = hax.Axis("in", 8), hax.Axis("out", 4)
@@ -213,6 +214,7 @@ def test_dropout_needs_keys_in_training_alone():
     assert jax.tree.structure(trained) == jax.tree.structure(model)
 
 
+@pytest.mark.more
 def test_experts_and_routers_have_no_adapters():
     config = TransformerConfig(layers=1, feed_forward=functools.partial(MixtureOfExperts.init, experts=4, chosen=2))
     plain = Transformer.init(config, key=KEY)
@@ -225,6 +227,7 @@ def test_experts_and_routers_have_no_adapters():
         add_lora(plain, rank=2, targets="up", key=KEY)
 
 
+@pytest.mark.more
 def test_optimizers_hold_moments_of_adapters_alone(standard_promotion):
     """In the program: what AdamW takes more than plain descent is two numbers for each of the adapters'."""
 
@@ -301,6 +304,7 @@ def test_what_peft_reads(tmp_path):
     np.testing.assert_array_equal(found[f"{prefix}.lora_B.weight"], query.B.weight.array[1].reshape(128, 4))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", [*named, "BF16"])
 def test_merged_models_are_exported_in_every_layout(layout, tmp_path):
     """Those of a model that was trained in FP8, whose layouts with static inputs have its scales."""
