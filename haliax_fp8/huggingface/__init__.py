@@ -1,6 +1,7 @@
 """Folders in Hugging Face's format: exported for engines, imported into models, checked, converted and explained."""
 
 from . import names as names
+from .adapter import export_adapter as export_adapter
 from .architecture import hugging_face_config as hugging_face_config
 from .check import CheckReport as CheckReport, Fault as Fault, check_folder as check_folder
 from .convert import (

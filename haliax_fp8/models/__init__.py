@@ -1,5 +1,15 @@
-"""Models: a family of language models in plain Haliax, which examples train, exports name and `--demo` compiles."""
+"""Models: a family of language models in plain Haliax, which examples train, exports name and `--demo` compiles.
 
+And low-rank adapters, for these and for any other model of Haliax or Equinox.
+"""
+
+from .adapters import (
+    AdaptedModel as AdaptedModel,
+    LoraLinear as LoraLinear,
+    add_lora as add_lora,
+    merge_lora as merge_lora,
+    with_dropout_keys as with_dropout_keys,
+)
 from .transformer import (
     Attention as Attention,
     Block as Block,

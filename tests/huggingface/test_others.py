@@ -38,6 +38,14 @@ def test_models_of_every_family_compute_what_transformers_computes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(PYTHON is None, reason="HALIAX_FP8_TORCH_PYTHON names no Python; see tests/others/README.md")
+def test_peft_computes_what_our_adapters_and_our_merged_export_do(tmp_path):
+    subprocess.run([sys.executable, SCRIPTS / "write_adapters.py", tmp_path], check=True)
+    read = subprocess.run([str(PYTHON), SCRIPTS / "read_adapters.py", tmp_path], capture_output=True, text=True)
+    assert read.returncode == 0, read.stdout + read.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(VLLM is None, reason="HALIAX_FP8_VLLM_PYTHON names no Python; see tests/others/README.md")
 def test_an_engine_takes_tensors_while_it_runs(tmp_path):
     subprocess.run([sys.executable, SCRIPTS / "write_exports.py", tmp_path], check=True)

@@ -29,8 +29,10 @@ FLOORS = (
     ("_skipped",),
     # The public ops.
     ("_op",),
-    # Models; and proof before purchase, which needs no model.
-    ("_einsum", "layers", "preflight", "models"),
+    # Layers; and proof before purchase, which needs none.
+    ("_einsum", "layers", "preflight"),
+    # Models of such layers, and adapters for them.
+    ("models",),
     # What is kept for the backward pass.
     ("memory",),
     # The loop.
