@@ -186,6 +186,7 @@ class _Reader:
             bytes=touched(launch),
             verdict=verdict,
             is_fp4=evidence.is_fp4,
+            is_rotation=rotates(scope),
             reason=reason,
         )
 

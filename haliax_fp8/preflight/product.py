@@ -2,11 +2,12 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Container
 
 from rich.text import Text
 
 from .._printing import Printable
+from ..devices.peaks import is_narrow
 from ..devices.roofline import Roofline
 from ..devices.traffic import Traffic
 from .collectives import Collective, fp8_share_of_gathers
@@ -66,6 +67,7 @@ class Product(Printable):
         in_attention: Whether it is one of the products of a fused attention.
         halved: Whether the launch skips the half of it that a causal mask hides.
         is_fp4: Whether an operand is in FP4, or was rounded to it.
+        is_rotation: Whether it only rotates an operand of another product. Shares and counts leave it out.
     """
 
     layer: str
@@ -93,6 +95,7 @@ class Product(Printable):
     in_attention: bool = False
     halved: bool = False
     is_fp4: bool = False
+    is_rotation: bool = False
 
     def __rich__(self) -> Text:
         """Where it is, what it multiplies, and how it runs."""
@@ -124,8 +127,46 @@ class Product(Printable):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether it runs in FP8."""
+        """Whether it runs in FP8, or in FP4."""
         return self.verdict is Verdict.FP8
+
+    @property
+    def multiplied(self) -> str:
+        """XLA's name for the element type that is multiplied, the wider operand's. Without units for FP8, FP8 operands
+        are multiplied as bfloat16."""
+        wider = self.widened or max((self.lhs, self.rhs), key=lambda dtype: Shape(dtype).bits)
+        return "bf16" if Shape(wider).bits <= 8 and not self.is_fp8 else wider
+
+    @property
+    def format(self) -> str:
+        """The format of the units that it runs on: `FP4`, `FP8`, or XLA's name for a wider one, such as `bf16`."""
+        if self.is_fp8:
+            return "FP4" if Shape(self.multiplied).bits <= 4 else "FP8"
+        # As written where it can be, because on a CPU XLA widens bfloat16 too.
+        return self.multiplied if is_narrow(self.written) else self.written
+
+    def format_among(self, verdicts: Container[Verdict]) -> str:
+        """Its format; with a verdict among these, for an emulated product the one that its operands were rounded to.
+
+        Args:
+            verdicts: Such as those that count as FP8 on a CPU.
+        """
+        if self.verdict is Verdict.EMULATED and Verdict.EMULATED in verdicts:
+            return "FP4" if self.is_fp4 else "FP8"
+        return self.format
+
+
+@dataclasses.dataclass(frozen=True)
+class InFormat:
+    """The products that run in one format.
+
+    Args:
+        products: How many run in a step.
+        share: Their share of the FLOPs.
+    """
+
+    products: int
+    share: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,22 +212,25 @@ class Opaque:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds on one device, by the roofline: each launch takes the time of its FLOPs or its bytes, plus its overhead.
+    """Seconds on one device, by the roofline: each launch takes the time of its FLOPs or its bytes, plus its overhead;
+    and the device idles for a while.
 
     Args:
         products: The time of matrix products.
         others: The time of all other launches.
         launching: The part of both that is spent on launching.
+        idle: The time in which nothing runs.
     """
 
     products: float
     others: float
     launching: float
+    idle: float
 
     @property
     def total(self) -> float:
-        """The time of all launches, one after the other."""
-        return self.products + self.others
+        """The time of all launches, one after the other, and the idle time."""
+        return self.products + self.others + self.idle
 
     @property
     def is_launch_bound(self) -> bool:
@@ -225,7 +269,7 @@ class Program(Printable):
 
     def __rich__(self) -> Text:
         return Text(
-            f"{len(self.products)} products, {self.fp8_share:.1%} of their FLOPs in FP8; {self.others.count} other "
+            f"{len(self.products)} products, {self.words(Verdict.FP8)}; {self.others.count} other "
             f"launches, {len(self.collectives)} collectives; {self.memory.peak:,} bytes at the peak"
         )
 
@@ -235,29 +279,55 @@ class Program(Printable):
         return sum(product.flops for product in self.products)
 
     def share(self, *verdicts: Verdict) -> float:
-        """The share of the FLOPs with one of the verdicts; 0 if there are none.
+        """The share of the FLOPs with one of the verdicts, without rotations; 0 if there are none.
 
         Args:
             *verdicts: Such as `Verdict.FP8`.
         """
-        return self._share(lambda product: product.verdict in verdicts)
+        chosen = self._multiplying
+        return sum(p.flops for p in chosen if p.verdict in verdicts) / (sum(p.flops for p in chosen) or 1)
+
+    def by_format(self, *verdicts: Verdict) -> "dict[str, InFormat]":
+        """How many products run in each format, and their share of the FLOPs; the narrowest first. `FP4` and `FP8` are
+        always there. Rotations are left out.
+
+        Args:
+            *verdicts: As in `Product.format_among`.
+        """
+        found: dict[str, list[Product]] = {"FP4": [], "FP8": []}
+        for product in self._multiplying:
+            found.setdefault(product.format_among(verdicts), []).append(product)
+        flops = sum(product.flops for product in self._multiplying) or 1
+        return {
+            name: InFormat(sum(p.executions for p in products), sum(p.flops for p in products) / flops)
+            for name, products in found.items()
+        }
+
+    @property
+    def rotations(self) -> tuple[Product, ...]:
+        """The small products that only rotate an operand of another one, as `nvfp4` does."""
+        return tuple(product for product in self.products if product.is_rotation)
+
+    @property
+    def _multiplying(self) -> tuple[Product, ...]:
+        return tuple(product for product in self.products if not product.is_rotation)
 
     def words(self, *verdicts: Verdict) -> str:
-        """The share of the FLOPs with one of the verdicts, and how much of them is in FP4, if any is.
+        """The shares of the FLOPs by format, such as `97.3% of the FLOPs in FP8 and 2.7% in bf16`.
 
         Args:
-            *verdicts: Such as `Verdict.FP8`.
+            *verdicts: As in `Product.format_among`.
         """
-        share, four = self.share(*verdicts), self._share(lambda p: p.is_fp4 and p.verdict in verdicts)
-        eight = [f"{share - four:.1%} of the FLOPs in FP8"] if share > four or not four else []
-        return " and ".join([*eight, *([f"{four:.1%} {'' if eight else 'of the FLOPs '}in FP4"] if four else [])])
-
-    def _share(self, counts: Callable[[Product], bool]) -> float:
-        return sum(p.flops for p in self.products if counts(p)) / (self.flops or 1)
+        found = {name: one.share for name, one in self.by_format(*verdicts).items() if one.products}
+        if not found.keys() & {"FP4", "FP8"}:
+            found = {"FP8": 0.0} | found
+        first, *rest = (f"{share:.1%} of the FLOPs in {name}" for name, share in found.items())
+        rest = [words.replace(" of the FLOPs", "") for words in rest]
+        return " and ".join(filter(None, (", ".join([first, *rest[:-1]]), *rest[-1:])))
 
     @property
     def fp8_share(self) -> float:
-        """The share of the FLOPs that run in FP8, or narrower."""
+        """The share of the FLOPs that run in FP8 or FP4, without rotations."""
         return self.share(Verdict.FP8)
 
     @property
@@ -272,8 +342,8 @@ class Program(Printable):
 
     @property
     def without_fp8(self) -> tuple[Product, ...]:
-        """The products that do not run in FP8, the largest first."""
-        return tuple(sorted((p for p in self.products if not p.is_fp8), key=lambda p: -p.flops))
+        """The products that run neither in FP8 nor in FP4, the largest first; without rotations."""
+        return tuple(sorted((p for p in self._multiplying if not p.is_fp8), key=lambda p: -p.flops))
 
     def estimate(self, roofline: Roofline) -> Estimate:
         """The roofline estimate.
@@ -282,17 +352,15 @@ class Program(Printable):
             roofline: How fast the device is.
         """
         runs = sum(product.executions for product in self.products)
-        return Estimate(
-            products=sum(_seconds(product, roofline) for product in self.products),
-            others=roofline.others(self.others.traffic),
-            launching=roofline.launching(runs + self.others.count),
-        )
+        products = sum(_seconds(product, roofline) for product in self.products)
+        others = roofline.others(self.others.traffic)
+        launching = roofline.launching(runs + self.others.count)
+        return Estimate(products, others, launching, roofline.idle(products + others))
 
 
 def _seconds(product: Product, roofline: Roofline) -> float:
-    """Seconds at the rate of the wider operand; without FP8 units, FP8 operands are multiplied as bfloat16."""
-    wider = product.widened or max((product.lhs, product.rhs), key=lambda dtype: Shape(dtype).bits)
-    dtype = "bf16" if Shape(wider).bits <= 8 and not product.is_fp8 else wider
+    """Seconds at the rate of what is multiplied."""
+    dtype = product.multiplied
     moved = product.executions * product.bytes
     if product.in_attention:
         return roofline.attention(dtype, product.flops, moved, product.executions)

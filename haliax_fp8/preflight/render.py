@@ -11,10 +11,10 @@ from rich.text import Text
 from .._printing import common_prefix, in_one_name, new_table, without_numbers
 from .._product.names import DGRAD, FPROP, WGRAD
 from ..devices.peaks import Peaks
-from ..devices.roofline import FASTEST, LIKELY, SLOWEST, Roofline
+from ..devices.roofline import FASTEST, SLOWEST, WHOLE_STEP, Roofline
 from .collectives import Collective, Part
 from .instruction import MAXIMUM
-from .product import Product, Program, Verdict
+from .product import InFormat, Product, Program, Verdict
 from .trace import label
 
 
@@ -82,7 +82,8 @@ STYLES = {Verdict.FP8: "green", Verdict.EMULATED: "yellow", Verdict.HIGH_PRECISI
 def cells(row: ProductRow, program: Program) -> tuple[str, ...]:
     """The cells of a row, one for each name in `COLUMNS`."""
     product = row.product
-    verdict = f"{product.verdict.value}: {product.reason}" if product.reason else product.verdict.value
+    verdict = product.format if product.is_fp8 else product.verdict.value
+    verdict = f"{verdict}: {product.reason}" if product.reason else verdict
     operands = product.lhs if product.lhs == product.rhs else f"{product.lhs}·{product.rhs}"
     share = f"{row.flops / (program.flops or 1):.1%}"
     how = product.shape, operands, product.out, product.implementation
@@ -196,7 +197,9 @@ def _verdicts(products: Iterable[Product], names: tuple[str, ...]) -> Text:
 
 
 def _word(product: Product) -> str:
-    if product.verdict is not Verdict.HIGH_PRECISION:
+    if product.is_fp8:
+        return product.format
+    if product.verdict is Verdict.EMULATED:
         return product.verdict.value
     return product.lhs if product.lhs == product.rhs else "mixed"
 
@@ -296,14 +299,19 @@ class Page:
         """The caveats, and the peaks that times are estimated with."""
         if self.peaks is None:
             return self.caveats
-        likely = LIKELY
+        likely = WHOLE_STEP
+        narrow = f"{likely.fp8_flops} of {self.peaks.fp8 / 1e12:.5g} TFLOP/s in FP8, "
+        if any(product.block_scaled and product.is_fp8 for product in self.step.products):
+            of_fp4 = "" if self.peaks.fp4 is None else f" and of {self.peaks.fp4 / 1e12:.5g} in FP4"
+            narrow += f"with scales of blocks {likely.block_flops} of that{of_fp4}, "
         span = lambda name: f"{getattr(SLOWEST, name):.2f} to {getattr(FASTEST, name):.2f}"
         return (
             *self.caveats,
-            f"times are a roofline estimate: {likely.fp8_flops} of {self.peaks.fp8 / 1e12:.5g} TFLOP/s in FP8, "
-            f"{likely.flops} of {self.peaks.bf16 / 1e12:.4g} in bf16, {likely.bandwidth} of "
-            f"{self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source}), {likely.cast_bandwidth} of it in casts, "
-            f"{likely.two_layouts_bandwidth} where they write two layouts, {1e6 * likely.launch:g} µs for each launch; "
+            f"times are a roofline estimate: {narrow}{likely.flops} of {self.peaks.bf16 / 1e12:.4g} in bf16, "
+            f"{likely.bandwidth} of {self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source}), "
+            f"{likely.cast_bandwidth} of it in casts, {likely.two_layouts_bandwidth} where they write two layouts, "
+            f"{1e6 * likely.launch:g} µs for each launch, {1e3 * likely.idle:g} ms in which nothing runs, but at most "
+            f"{likely.most_idle:.0%} of the rest; "
             f"ranges of times are what was measured: {span('fp8_flops')} in FP8, {span('flops')} in bf16, "
             f"{span('bandwidth')} of the bandwidth, {span('cast_bandwidth')} in casts, {span('two_layouts_bandwidth')} "
             "where they write two layouts, launches counted or hidden",
@@ -316,9 +324,22 @@ def totals(page: Page) -> list[tuple[str, ...]]:
     if (peaks := page.peaks) is not None:
         figures.append(("time (estimate)", lambda p: _time(p, peaks)))
     emulated = ", emulated" if page.emulates else ""
-    formats = "FP8 or FP4" if any(product.is_fp4 for product in page.step.products) else "FP8"
+    # Every format of either program, so that the columns compare; FP4 alone may be left out.
+    formats = {
+        name for program in page.programs for name, one in program.by_format(*page.asked).items() if one.products
+    }
+    formats.add("FP8")
+
+    def listed(program: Program, word: Callable[[InFormat], str]) -> str:
+        found = program.by_format(*page.asked)
+        names = sorted(formats, key=list(dict.fromkeys((*found, *sorted(formats)))).index)
+        return ", ".join(f"{name} {word(found.get(name, InFormat(0, 0.0)))}" for name in names)
+
     figures.append(
-        (f"FLOPs in {formats}{emulated}", lambda p: f"{p.share(*page.asked):.1%} of {operations(p.flops)}"),
+        (
+            f"FLOPs by format{emulated}",
+            lambda p: f"{listed(p, lambda one: f'{one.share:.1%}')} of {operations(p.flops - _rotating(p))}",
+        )
     )
     if any(program.useful_flops != program.flops for program in page.programs):
         figures.append(
@@ -326,7 +347,8 @@ def totals(page: Page) -> list[tuple[str, ...]]:
         )
     on_host = any(program.memory.host for program in page.programs)
     figures += [
-        (f"products in {formats}{emulated}", lambda p: _count(p, page.asked)),
+        (f"products by format{emulated}", lambda p: listed(p, lambda one: str(one.products))),
+        *([("rotations, not in these", _rotations)] if any(program.rotations for program in page.programs) else []),
         ("other launches", lambda p: f"{p.others.count}, {size(p.others.bytes)}"),
         ("of these under 1 MB", lambda p: str(p.others.small)),
         ("temporaries", lambda p: size(p.memory.temporaries)),
@@ -339,13 +361,17 @@ def totals(page: Page) -> list[tuple[str, ...]]:
 
 
 def _time(program: Program, peaks: Peaks) -> str:
-    likely, *ends = (program.estimate(Roofline(peaks, e)).total for e in (LIKELY, SLOWEST, FASTEST))
-    return f"{1e3 * likely:.3g} ms ({1e3 * min(ends):.3g} to {1e3 * max(ends):.3g})"
+    likely, *_ = found = [program.estimate(Roofline(peaks, e)).total for e in (WHOLE_STEP, SLOWEST, FASTEST)]
+    return f"{1e3 * likely:.3g} ms ({1e3 * min(found):.3g} to {1e3 * max(found):.3g})"
 
 
-def _count(program: Program, verdicts: tuple[Verdict, ...]) -> str:
-    count = sum(product.executions for product in program.products if product.verdict in verdicts)
-    return f"{count} of {sum(product.executions for product in program.products)}"
+def _rotating(program: Program) -> int:
+    return sum(product.flops for product in program.rotations)
+
+
+def _rotations(program: Program) -> str:
+    count = sum(product.executions for product in program.rotations)
+    return f"{count}, {operations(_rotating(program))}"
 
 
 def collectives(program: Program) -> str:

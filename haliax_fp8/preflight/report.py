@@ -12,7 +12,7 @@ from .._numerics.checks import require_number
 from .._printing import Printable
 from .._product.names import DGRAD, WGRAD
 from ..devices.peaks import is_narrow
-from ..devices.roofline import LEAST_GAIN, LIKELY, MOST_GAIN, Efficiency, Roofline
+from ..devices.roofline import LEAST_GAIN, MOST_GAIN, WHOLE_STEP, Efficiency, Roofline
 from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
 from .devices import CompilableDevice
 from .product import TRITON, Estimate, Product, Program, Verdict
@@ -54,7 +54,7 @@ class PreflightReport(Printable):
 
     @property
     def fp8_share(self) -> float:
-        """The share of the step's FLOPs that run in FP8."""
+        """The share of the step's FLOPs that run in FP8 or FP4."""
         return self.step.fp8_share
 
     @property
@@ -71,17 +71,17 @@ class PreflightReport(Printable):
     def speedup(self) -> float | None:
         """The baseline's estimated time divided by the step's; None if no peaks are known, or if devices communicate.
         The program does not show how much of that overlaps with other work."""
-        return self._speedup(LIKELY)
+        return self._speedup(WHOLE_STEP)
 
     @property
     def speedup_range(self) -> tuple[float, float] | None:
         """The least and the most of `speedup`, with the shares of peaks that were measured."""
         # Not the ends alone: leaving out the time of launches can lower the ratio.
-        found = [self._speedup(efficiency) for efficiency in (LEAST_GAIN, LIKELY, MOST_GAIN)]
+        found = [self._speedup(efficiency) for efficiency in (LEAST_GAIN, WHOLE_STEP, MOST_GAIN)]
         known = [speedup for speedup in found if speedup is not None]
         return (min(known), max(known)) if known else None
 
-    def _estimate(self, program: Program | None, efficiency: Efficiency = LIKELY) -> Estimate | None:
+    def _estimate(self, program: Program | None, efficiency: Efficiency = WHOLE_STEP) -> Estimate | None:
         if program is None or self.device.peaks is None:
             return None
         return program.estimate(Roofline(self.device.peaks, efficiency))
@@ -146,8 +146,8 @@ class PreflightReport(Printable):
         """Checks that the step meets requirements.
 
         Args:
-            fp8_flops: The minimum share of FLOPs in FP8.
-            asked_flops: The minimum share of FLOPs in FP8, including emulated ones: for tests on a CPU.
+            fp8_flops: The minimum share of FLOPs in FP8 or FP4. Rotations, which the recipe `nvfp4` adds, do not count.
+            asked_flops: The same, with emulated products included: for tests on a CPU.
             fp8_gathers: The minimum share of the bytes gathered from other devices for operands of products, kernels
                 among them, that is in FP8. A step that gathers none meets it.
             peak_memory_ratio: The maximum peak memory, as a multiple of the baseline's.
@@ -168,7 +168,7 @@ class PreflightReport(Printable):
             ("asked_flops", asked_flops, self.step.share(Verdict.FP8, Verdict.EMULATED)),
         ):
             if least is not None and share < least:
-                failures.append(f"{name}={least} is required, but {share:.4f} of the FLOPs run in FP8:")
+                failures.append(f"{name}={least} is required, but {share:.4f} of the FLOPs run in FP8 or FP4:")
                 wrong = [p for p in self.step.without_fp8 if name == "fp8_flops" or p.verdict is not Verdict.EMULATED]
                 failures += [f"  {line}" for line in _lines(wrong)]
                 if not self.step.flops:
@@ -269,7 +269,13 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
         fields = dataclasses.asdict(found)
         del fields["text"]  # Longer than all the rest.
         fields["products"] = [
-            {**dataclasses.asdict(p), "verdict": p.verdict.value, "flops": p.flops, "useful_flops": p.useful_flops}
+            {
+                **dataclasses.asdict(p),
+                "verdict": p.verdict.value,
+                "format": p.format,
+                "flops": p.flops,
+                "useful_flops": p.useful_flops,
+            }
             for p in found.products
         ]
         fields["collectives"] = [
@@ -278,6 +284,9 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
         ]
         fields["others"] = {"count": found.others.count, "bytes": found.others.bytes, **fields["others"]}
         shares = {"fp8_share": found.fp8_share, "fp8_gathers": found.fp8_gathers}
+        verdicts = (Verdict.FP8, Verdict.EMULATED) if report.device.hardware.emulates else (Verdict.FP8,)
+        shares["by_format"] = {name: dataclasses.asdict(one) for name, one in found.by_format(*verdicts).items()}
+        shares["rotations"] = sum(product.executions for product in found.rotations)
         totals = {"flops": found.flops, "useful_flops": found.useful_flops, **shares}
         return {**totals, **fields, "estimate": estimate and {**dataclasses.asdict(estimate), "total": estimate.total}}
 
@@ -317,13 +326,13 @@ def first_line(flags: XlaFlags, device: CompilableDevice, step: Program, other: 
 
 def _changes(device: CompilableDevice, step: Program, other: Program) -> list[str]:
     """What the other setting changes, as `there instead of here`."""
-    shares = f"{other.fp8_share:.1%}", f"{step.fp8_share:.1%}"
+    shares = other.words(Verdict.FP8), step.words(Verdict.FP8)
     found = [
-        f"{shares[0]} of the FLOPs in FP8{' too' if shares[0] == shares[1] else f' instead of {shares[1]}'}",
+        f"{shares[0]}{' too' if shares[0] == shares[1] else f' instead of {shares[1]}'}",
         f"{other.others.count} other launches instead of {step.others.count}",
     ]
     if device.peaks is not None:
-        times = (1e3 * program.estimate(Roofline(device.peaks)).total for program in (other, step))
+        times = (1e3 * program.estimate(Roofline(device.peaks, WHOLE_STEP)).total for program in (other, step))
         found.append("an estimated {:.3g} ms instead of {:.3g}".format(*times))
     here, there = (imprecise_sums(program, device) for program in (step, other))
     if here != there:
@@ -383,7 +392,11 @@ def findings(step: Program, baseline: Program | None, device: CompilableDevice) 
     if baseline is not None and 2 * in_float32 > baseline.flops:
         found.append("the baseline computes in float32: compare with bf16, which is also faster without FP8")
     for name, program in {"step": step, "baseline": baseline}.items():
-        if program is not None and device.peaks and program.estimate(Roofline(device.peaks)).is_launch_bound:
+        if (
+            program is not None
+            and device.peaks
+            and program.estimate(Roofline(device.peaks, WHOLE_STEP)).is_launch_bound
+        ):
             runs = program.others.count + _runs(program, lambda product: True)
             found.append(
                 f"the {name} is launch-bound: the overhead of its {runs} launches takes longer than all their work "

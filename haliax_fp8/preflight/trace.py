@@ -60,7 +60,15 @@ def label(scope: str) -> str:
             continue
         while (match := re.fullmatch(r"(\w+)\((.*)\)", part)) is not None:
             part = match[2]
-        if part and part not in ("while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"):
+        if part and part not in (
+            "while",
+            "body",
+            "cond",
+            "closed_call",
+            "eval_jaxpr",
+            "checkpoint",
+            "rematted_computation",
+        ):
             names.append(part)
     return "/".join(names)
 

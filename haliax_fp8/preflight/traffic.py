@@ -26,16 +26,26 @@ def is_launch(site: Site) -> bool:
 def traffic_of(launch: Site) -> Traffic:
     """What one run of a launch that is not a product reads and writes.
 
-    It writes two layouts if it has several FP8 results, and transposes FP8 inside. Launches that quantize in blocks
-    count as casts: a program does not tell them apart.
+    It writes two layouts if it has several FP8 results, and transposes FP8 inside. Parts of arrays that it updates in
+    place, such as the stacks of a scan, are no such results. Launches that quantize in blocks count as casts: a program
+    does not tell them apart.
     """
     written = [shape for shape in launch.results if _is_quantized(shape)]
-    if len(written) > 1 and any(_is_transposed(site) for site in opened(launch)):
+    if sum(map(_is_quantized, _written_whole(launch))) > 1 and any(_is_transposed(site) for site in opened(launch)):
         return Traffic(1, two_layouts=touched(launch))
     read = [shape for operand in launch.operands for shape in operand.instruction.shape.arrays]
     if written or any(map(_is_quantized, read)):
         return Traffic(1, casts=touched(launch))
     return Traffic(1, plain=touched(launch))
+
+
+def _written_whole(launch: Site) -> list[Shape]:
+    """The results of a launch, without those that it updates in place."""
+    if not launch.instruction.is_fusion:
+        return list(launch.results)
+    root = launch.root(launch.instruction.called("calls")[0])
+    results = root.operands if root.instruction.opcode == "tuple" else (root,)
+    return [site.instruction.shape for site in results if _unnamed(site).instruction.opcode not in (UPDATE, SCATTER)]
 
 
 def _is_quantized(shape: Shape) -> bool:
@@ -101,9 +111,14 @@ def _read(parameter: Site) -> int:
 
 
 def _is_name_for(site: Site, value: Site) -> bool:
+    return _unnamed(site).instruction.name == value.instruction.name
+
+
+def _unnamed(site: Site) -> Site:
+    """What a value is another name for."""
     while site.instruction.opcode == BITCAST:
         site = site.operands[0]
-    return site.instruction.name == value.instruction.name
+    return site
 
 
 def _written(root: Site) -> int:

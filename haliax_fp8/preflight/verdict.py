@@ -152,7 +152,11 @@ def _why_emulated(evidence: Evidence, quantized: list[str], device: CompilableDe
     # First the reasons that hold on every device.
     if evidence.written is not None and evidence.written.size.block_scaled:
         is_lost = device.hardware.platform == "cuda" and device.lacks_block_scaling() is None
-        remedy = f"; XLA multiplies blocks in FP8 only with {TRITON_PRODUCTS}=true" if is_lost else ""
+        remedy = (
+            f"; XLA takes lax.scaled_dot apart with {TRITON_PRODUCTS}=false, but not jax.nn.scaled_matmul"
+            if is_lost
+            else ""
+        )
         return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}{remedy}"
     if any(origin.rescaled for origin in evidence.origins) and not asks_for_fp8(evidence.scope):
         return f"quantize-dequantize: the operands are rounded to FP8, then multiplied in {wide}"

@@ -175,14 +175,17 @@ def test_the_first_words_say_which_flags(training, capsys, monkeypatch):
     flags = "XLA flags: --xla_cpu_enable_fast_math=false --xla_cpu_enable_fast_min_max=true"
     # A CPU has no FP8 units, and what was asked for is what runs.
     share = CONVERTED / (CONVERTED + HIGH)
-    assert first == f"{share:.1%} of the FLOPs in FP8 on the local devices, emulated; {flags}"
+    assert (
+        first == f"{share:.1%} of the FLOPs in FP8 and {1 - share:.1%} in f32 on the local devices, emulated; {flags}"
+    )
 
 
 def test_the_report_of_a_cpu_counts_what_is_emulated(training, capsys):
     assert local(f"{training}:make_step") == 0
-    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "FLOPs in FP8, emulated" in line]
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "FLOPs by format, emulated" in line]
     flops = CONVERTED + HIGH
-    assert row[4:] == [f"{CONVERTED / flops:.1%}", "of", f"{flops / 1e3:.3g}", "kFLOP"]
+    shares = f"FP8 {CONVERTED / flops:.1%}, f32 {HIGH / flops:.1%}"
+    assert " ".join(row[4:]) == f"{shares} of {flops / 1e3:.3g} kFLOP"
     assert 1e3 < flops < 1e6
 
 

@@ -15,6 +15,8 @@ from compiled_models import abstract, struct
 from hypothesis import given, strategies as st
 
 import haliax_fp8 as fp8
+from haliax_fp8.devices import Efficiency
+from haliax_fp8.devices.roofline import Roofline
 from haliax_fp8.preflight import Memory, Verdict, compilable_devices, inspect_step
 from haliax_fp8.preflight.analyze import analyze
 from haliax_fp8.preflight.compile import Compiled
@@ -325,7 +327,38 @@ def test_block_scaled_products():
     )
     (product,) = read(text, "b200").products
     assert product.flops == 2 * 32 * 48 * 64
-    assert (product.implementation, product.verdict) == ("scaled-dot", Verdict.FP8)
+    assert (product.implementation, product.verdict, product.format) == ("scaled-dot", Verdict.FP8, "FP8")
+
+
+def test_products_in_fp4_are_in_low_precision_and_at_its_rate():
+    """Two operands of half a byte an element; one in FP8 makes it a product of FP8 units."""
+    k = 2**16
+    peaks = compilable_devices["b200"].peaks
+    roofline = Roofline(peaks, Efficiency(launch=0.0, block_flops=0.5, bandwidth=1.0))
+
+    def program(second):
+        return read(
+            module(
+                [
+                    f"%a = f4e2m1fn[{k},{k}]{{1,0:E(4)}} parameter(0)",
+                    f"%b = {second} parameter(1)",
+                    f"%sa = f8e4m3fn[{k},{k // 16}]{{1,0}} parameter(2)",
+                    f"%sb = f8e4m3fn[{k},{k // 16}]{{1,0}} parameter(3)",
+                    f"ROOT %d = bf16[{k},{k}]{{1,0}} scaled-dot(%a, %b, %sa, %sb), lhs_contracting_dims={{1}}, "
+                    "rhs_contracting_dims={1}",
+                ]
+            ),
+            "b200",
+        )
+
+    four, eight = program(f"f4e2m1fn[{k},{k}]{{1,0:E(4)}}"), program(f"f8e4m3fn[{k},{k}]{{1,0}}")
+    assert four.fp8_share == eight.fp8_share == 1.0
+    counts = [{name: one.products for name, one in p.by_format().items()} for p in (four, eight)]
+    assert counts == [{"FP4": 1, "FP8": 0}, {"FP4": 0, "FP8": 1}]
+    assert four.words(Verdict.FP8) == "100.0% of the FLOPs in FP4"
+    assert four.products[0].bytes == 2 * k**2 // 2 + 2 * k * (k // 16) + 2 * k**2
+    times = [2 * k**3 / (0.5 * peak) for peak in (peaks.fp4, peaks.fp8)]
+    assert [p.estimate(roofline).products for p in (four, eight)] == pytest.approx(times)
 
 
 @pytest.mark.parametrize(

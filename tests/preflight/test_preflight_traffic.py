@@ -116,6 +116,8 @@ ENTRY %main (x: bf16[16,64], k: bf16[64,1000]) -> bf16[16,1000] {
 
 
 WIDE, FP8, TURNED = "bf16[64,32]{1,0}", "f8e4m3fn[64,32]{1,0}", "f8e4m3fn[32,64]{1,0}"
+FP8_STACK, TURNED_STACK = "f8e4m3fn[8,64,32]{2,1,0}", "f8e4m3fn[8,32,64]{2,1,0}"
+FP4 = "f4e2m1fn[64,32]{1,0:E(4)}"
 ELEMENTS = 64 * 32
 
 
@@ -124,6 +126,8 @@ ELEMENTS = 64 * 32
     [
         (WIDE, [f"ROOT %r = {WIDE} negate(%a)"], WIDE, Traffic(1, plain=4 * ELEMENTS)),
         (WIDE, [f"ROOT %r = {FP8} convert(%a)"], FP8, Traffic(1, casts=3 * ELEMENTS)),
+        # Two elements of FP4 in a byte.
+        (FP8, [f"ROOT %r = {FP4} convert(%a)"], FP4, Traffic(1, casts=ELEMENTS + ELEMENTS // 2)),
         (FP8, [f"ROOT %r = {WIDE} convert(%a)"], WIDE, Traffic(1, casts=3 * ELEMENTS)),
         (FP8, [f"ROOT %r = {TURNED} transpose(%a), dimensions={{1,0}}"], TURNED, Traffic(1, casts=2 * ELEMENTS)),
         # Two casts in one launch, neither of which is transposed.
@@ -141,6 +145,18 @@ ELEMENTS = 64 * 32
             f"({FP8}, {TURNED})",
             Traffic(1, two_layouts=4 * ELEMENTS),
         ),
+        # Both are written into stacks, in place.
+        (
+            WIDE,
+            [f"%b = {FP8} convert(%a)", f"%c = {TURNED} transpose(%b), dimensions={{1,0}}", "%z = s32[] constant(0)"]
+            + [f"%s = {FP8_STACK} parameter(1)", f"%t = {TURNED_STACK} parameter(2)"]
+            + ["%d = f8e4m3fn[1,64,32]{2,1,0} bitcast(%b)", "%e = f8e4m3fn[1,32,64]{2,1,0} bitcast(%c)"]
+            + [f"%u = {FP8_STACK} dynamic-update-slice(%s, %d, %z, %z, %z)"]
+            + [f"%v = {TURNED_STACK} dynamic-update-slice(%t, %e, %z, %z, %z)"]
+            + [f"ROOT %r = ({FP8_STACK}, {TURNED_STACK}) tuple(%u, %v)"],
+            f"({FP8_STACK}, {TURNED_STACK})",
+            Traffic(1, casts=4 * ELEMENTS),
+        ),
         # What is transposed is not what is quantized: scales of blocks are no values.
         (
             WIDE,
@@ -150,19 +166,22 @@ ELEMENTS = 64 * 32
             Traffic(1, plain=5 * ELEMENTS),
         ),
     ],
-    ids=["plain", "cast", "back", "transposition", "two casts", "two layouts", "scales"],
+    ids=["plain", "cast", "to four bits", "back", "transposition", "two casts", "two layouts", "stacks", "scales"],
 )
 def test_kinds_of_launches(operand, lines, out, expected):
     body = "\n".join(f"  {line}" for line in (f"%a = {operand} parameter(0)", *lines))
+    operands = "%x, %y, %z" if "parameter(2)" in body else "%x"
     text = f"""HloModule m
 
-%fused (a: {operand}) -> {out} {{
+%fused (a: {operand}, s: f8e4m3fn[8,64,32], t: f8e4m3fn[8,32,64]) -> {out} {{
 {body}
 }}
 
 ENTRY %main (x: {operand}) -> {out} {{
   %x = {operand} parameter(0)
-  ROOT %f = {out} fusion(%x), kind=kLoop, calls=%fused
+  %y = {FP8_STACK} parameter(1)
+  %z = {TURNED_STACK} parameter(2)
+  ROOT %f = {out} fusion({operands}), kind=kLoop, calls=%fused
 }}
 """
     (fusion,) = (site for site in launches(entry_sites(parse_hlo(text))) if site.instruction.opcode == "fusion")

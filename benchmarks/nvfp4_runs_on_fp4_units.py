@@ -1,0 +1,117 @@
+"""Claim: on a B200 all three products of `nvfp4` run in FP4, and its quantization costs more than they save.
+
+    JAX_PLATFORMS=cpu uv run benchmarks/nvfp4_runs_on_fp4_units.py [--json FILE] [--markdown] [--device b200]
+
+Compiles the gradients of a gated MLP, 4096 to 14336, and of four blocks of Llama-8B, unrolled, 8192 tokens, without
+checkpointing, for a device that this machine need not have: in bf16, with Haliax's own FP8, and with recipes of this
+library. Products, launches, bytes and temporaries are read from the programs. The time is the preflight's estimate,
+from data-sheet peaks and shares of them; nothing runs.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+from lib import output
+from lib.libraries import LIBRARIES, Library, in_bf16
+from lib.models import LLAMA_8B, STACKS, Sizes, loss
+from rich.progress import Progress
+
+import haliax_fp8 as fp8
+from haliax_fp8 import models
+from haliax_fp8.preflight import inspect_step
+
+
+class GatedMlp(eqx.Module):
+    """The feed-forward half of a block of Llama-8B, without its norm."""
+
+    mlp: models.SwiGlu
+
+    @staticmethod
+    def init(sizes: Sizes) -> "GatedMlp":
+        """One with random weights in bf16."""
+        return in_bf16(GatedMlp(models.Block.init(sizes.llama, key=jax.random.key(0)).mlp))
+
+    def fold(self, x: hax.NamedArray) -> hax.NamedArray:
+        """As a stack of blocks is called."""
+        return self.mlp(x)
+
+
+MODELS: dict[str, Callable[[Sizes], Any]] = {
+    "gated MLP": GatedMlp.init,
+    "Llama-8B, unrolled": STACKS["Llama-8B, unrolled"].model,
+}
+
+
+def _library(recipe: str) -> Library:
+    config = fp8.Fp8Config(recipe=recipe, emulate=True)  # The machine that compiles is a CPU.
+    return dataclasses.replace(LIBRARIES["haliax_fp8"], convert=lambda model: fp8.fp8_linear_layers(model, config))
+
+
+WAYS = {
+    "bf16": LIBRARIES["bf16"],
+    "haliax.quantization": LIBRARIES["haliax.quantization"],
+    **{recipe: _library(recipe) for recipe in ("delayed", "mxfp8", "nvfp4")},
+}
+
+
+def row(model: str, way: str, device: str, sizes: Sizes = LLAMA_8B) -> output.Row:
+    """What one program holds."""
+    library = WAYS[way]
+    abstract = eqx.filter_eval_shape(lambda: library.convert(MODELS[model](sizes)))
+    x = eqx.filter_eval_shape(STACKS["Llama-8B, unrolled"].batch, sizes)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def gradients(model: Any, x: hax.NamedArray, key: jax.Array) -> Any:
+        keyed = lambda model: fp8.with_rounding_keys(model, key) if way == "nvfp4" else model
+        return library.gradient(lambda model, x: loss(keyed(model), x))(model, x)
+
+    report = inspect_step(gradients, abstract, x, key, device=device)
+    program, estimate = report.step, report.estimate
+    return {
+        "model": model,
+        "way": way,
+        "formats": {name: one.products for name, one in program.by_format().items() if one.products},
+        "rotations": sum(product.executions for product in program.rotations),
+        "other_launches": program.others.count,
+        "other_gb": program.others.bytes / 1e9,
+        "temporaries_gb": program.memory.temporaries / 1e9,
+        "products_ms": None if estimate is None else estimate.products * 1e3,
+        "estimate_ms": None if estimate is None else estimate.total * 1e3,
+    }
+
+
+COLUMNS = {
+    "model": lambda r: r["model"],
+    "recipe": lambda r: r["way"],
+    "products": lambda r: ", ".join(f"{name} {count}" for name, count in r["formats"].items()),
+    "rotations": lambda r: str(r["rotations"]),
+    "other launches": lambda r: str(r["other_launches"]),
+    "other GB": lambda r: f"{r['other_gb']:.1f}",
+    "temporaries, GB": lambda r: f"{r['temporaries_gb']:.2f}",
+    "products, ms": lambda r: "" if r["products_ms"] is None else f"{r['products_ms']:.1f}",
+    "estimate, ms": lambda r: "" if r["estimate_ms"] is None else f"{r['estimate_ms']:.1f}",
+}
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="b200")
+    output.add_arguments(parser)
+    options = parser.parse_args()
+    rows = []
+    with Progress(transient=True) as progress:
+        cases = [(model, way) for model in MODELS for way in WAYS]
+        for model, way in progress.track(cases, description="compiling"):
+            rows.append(row(model, way, options.device))
+    title = f"Gradient, {LLAMA_8B.tokens} tokens, compiled for {options.device}: counts, and an estimate of the time"
+    output.finish(title, COLUMNS, rows, options, left=3)
+
+
+if __name__ == "__main__":
+    main()
