@@ -4,7 +4,8 @@ Skipped where Levanter is not installed. It needs JAX below 0.12 and over a giga
 environment of its own:
 
     uv run --isolated --no-project --with-editable . --with "marin-levanter>=0.2.227.dev0" \
-        --with beartype --with hypothesis --with pytest pytest tests/peers/test_others_levanter.py
+        --with beartype --with hypothesis --with pytest --with pytest-xdist \
+        pytest -m slow tests/peers/test_others_levanter.py
 """
 
 import pathlib
@@ -35,6 +36,8 @@ from haliax_fp8 import (
     fp8_linear_layers,
     restore_linear_layers,
 )
+from haliax_fp8.huggingface import check_folder, export_model, import_model, load
+from haliax_fp8.models import Transformer, TransformerConfig
 
 
 # The warnings are Levanter's. Each test compiles a model, some of them twice.
@@ -214,3 +217,64 @@ def test_layer_whose_output_axes_are_on_no_mesh_axis(one_device):
     In, Out, Token = hax.make_axes(input=8, output=4, token=2)
     layer = fp8_linear_layers(hax.nn.Linear.init(In, Out, key=KEY))
     assert eqx.filter_jit(layer)(hax.ones((Token, In))).axes == (Token, Out)
+
+
+# --- Folders ----------------------------------------------------------------------------------------------------------
+
+# Of Hugging Face's Llama, with the sizes of `language_model`.
+SIZES = TransformerConfig(
+    layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=64, vocab=32, max_length=16, unroll=1
+)
+
+
+def published(folder, layout):
+    """A folder, and Levanter's model for it: its configuration, and the model without weights."""
+    import transformers
+    from levanter.models.llama import LlamaConfig
+
+    export_model(Transformer.init(SIZES, key=jax.random.key(7)), folder, layout)
+    config = LlamaConfig.from_hf_config(transformers.AutoConfig.from_pretrained(folder))
+    return config, eqx.filter_eval_shape(lambda: config.build(Vocab, key=KEY))
+
+
+def logits_of(model, tokens):
+    """Of Levanter's Llama, or of ours."""
+    from levanter.layers.attention import AttentionMask
+
+    masks = () if isinstance(model, Transformer) else (AttentionMask.causal(),)
+    return float64(eqx.filter_jit(lambda model, tokens: model(tokens, *masks))(model, tokens))
+
+
+@pytest.mark.parametrize(
+    ("layout", "weights"),
+    [("BF16", "dequantized"), ("HF_FP8", "dequantized")]
+    + [("FP8_DYNAMIC", weights) for weights in ("dequantized", "frozen", "served")],
+)
+def test_a_folder_becomes_its_llama_by_its_own_names(layout, weights, one_device, tmp_path):
+    _, abstract = published(tmp_path / "folder", layout)
+    tokens = hax.random.randint(KEY, (Batch, hax.Axis("position", 16)), 0, Vocab.size)
+    expected = logits_of(load(tmp_path / "folder", weights=weights, dtype="float32"), tokens)
+    actual = logits_of(import_model(tmp_path / "folder", abstract, weights=weights), tokens)
+    # In float32; both add up in other orders.
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("layout", ["BF16", "FP8_DYNAMIC", "FP8"])
+def test_an_imported_llama_trains_and_is_exported(layout, tmp_path):
+    config, abstract = published(tmp_path / "folder", "FP8_DYNAMIC")
+    model = import_model(tmp_path / "folder", abstract)
+    _, tokens = language_model()
+    with trainer_for(tmp_path / "runs") as trainer:
+        state, _ = train(trainer, fp8_linear_layers(model, exclude=HEAD), tokens)
+        trained = state.model
+        described = config.to_hf_config(Vocab.size).to_dict()
+        report = export_model(trained, tmp_path / "trained", layout, hf_config=described)
+        assert check_folder(tmp_path / "trained").is_sound
+        if layout != "BF16":
+            assert report.origins == {"state of training": 2 * DENSE_LLAMA}
+        expected = logits_of(restore_linear_layers(trained), tokens)
+    actual = logits_of(load(tmp_path / "trained", dtype="float32"), tokens)
+    error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+    # Exports round to bfloat16, and kernels then to FP8.
+    assert error < (2.0**-7 if layout == "BF16" else fp8_error(2 * DENSE_LLAMA))
+    assert error > 0.0
