@@ -8,7 +8,9 @@ environment of its own:
         pytest -m slow tests/peers/test_others_levanter.py
 """
 
+import dataclasses
 import pathlib
+import re
 
 import equinox as eqx
 import haliax as hax
@@ -83,12 +85,19 @@ def loss_fn(model, example, key=None):
 
 def trainer_for(folder, policy="f32", microbatches=1):
     """Levanter's trainer on all devices, parameters sharded, as its defaults have it."""
+    from levanter.trainer import Trainer
+
+    return Trainer(trainer_config(folder, policy, microbatches), optax.adam(1e-2), loss_fn, add_default_hooks=False)
+
+
+def trainer_config(folder, policy="f32", microbatches=1):
+    """For few steps, without a tracker."""
     import jmp
     from levanter.checkpoint import CheckpointerConfig
     from levanter.tracker import NoopConfig
-    from levanter.trainer import Trainer, TrainerConfig
+    from levanter.trainer import TrainerConfig
 
-    config = TrainerConfig(
+    return TrainerConfig(
         id="test",
         tracker=NoopConfig(),
         mp=jmp.get_policy(policy),
@@ -102,7 +111,6 @@ def trainer_for(folder, policy="f32", microbatches=1):
         log_jaxprs=False,
         log_xla_hlo=False,
     )
-    return Trainer(config, optax.adam(1e-2), loss_fn, add_default_hooks=False)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +235,13 @@ SIZES = TransformerConfig(
 )
 
 
-def published(folder, layout):
+def published(folder, layout, **sizes):
     """A folder, and Levanter's model for it: its configuration, and the model without weights."""
     import transformers
     from levanter.models.llama import LlamaConfig
 
-    export_model(Transformer.init(SIZES, key=jax.random.key(7)), folder, layout)
+    model = Transformer.init(dataclasses.replace(SIZES, **sizes), key=jax.random.key(7))
+    export_model(model, folder, layout)
     config = LlamaConfig.from_hf_config(transformers.AutoConfig.from_pretrained(folder))
     return config, eqx.filter_eval_shape(lambda: config.build(Vocab, key=KEY))
 
@@ -278,3 +287,26 @@ def test_an_imported_llama_trains_and_is_exported(layout, tmp_path):
     # Exports round to bfloat16, and kernels then to FP8.
     assert error < (2.0**-7 if layout == "BF16" else fp8_error(2 * DENSE_LLAMA))
     assert error > 0.0
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    page = pathlib.Path(__file__).parents[2] / "docs" / "migration" / "levanter.md"
+    program = "".join(re.findall(r"```py\n(.*?)```", page.read_text(), re.DOTALL))
+    published(tmp_path / "llama", "HF_FP8")
+    monkeypatch.chdir(tmp_path)
+    _, tokens = language_model()
+    given = {"trainer_config": trainer_config(tmp_path / "runs"), "examples": STEPS * [examples(tokens)]}
+    exec(compile(program, str(page), "exec"), given)
+    assert given["report"].origins == {"state of training": 2 * DENSE_LLAMA}
+    assert check_folder(tmp_path / "trained").is_sound
+    assert load(tmp_path / "trained").config.hidden == SIZES.hidden
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "tensor"),
+    [("head_dim", 16, "q_proj"), ("biases", ("query", "key", "value", "output"), r"proj\.bias")],
+)
+def test_what_its_configuration_leaves_out_is_an_error(key, value, tensor, tmp_path):
+    _, empty = published(tmp_path / "folder", "BF16", **{key: value})
+    with pytest.raises(ValueError, match=tensor):
+        import_model(tmp_path / "folder", empty)
