@@ -159,12 +159,11 @@ def engine_of(python: str | None, model: Transformer) -> Iterator[Engine]:
         export_model(model, f"{folder}/model", "FP8_DYNAMIC")
         write_byte_tokenizer(f"{folder}/model", max_length=CONFIG.max_length)
         command = [python, str(pathlib.Path(__file__).with_name("vllm_engine.py")), f"{folder}/model"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        try:
-            yield Vllm(process, pathlib.Path(folder, "weights.safetensors"))
-        finally:
-            process.terminate()
-            process.wait()
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                yield Vllm(process, pathlib.Path(folder, "weights.safetensors"))
+            finally:
+                process.terminate()
 
 
 def served(model: Transformer, layout: str) -> Transformer:
@@ -234,8 +233,8 @@ def main(argv: Sequence[str] | None = None) -> list[Round]:
             engine.sync(model)
             # vLLM adds its number to the seed of each sample.
             tokens, sampled = engine.sample(seed=index * SAMPLES)
-            trained = log_probabilities(cast_params(model, jnp.bfloat16), tokens)
-            own = [log_probabilities(served(model, layout), tokens) for layout in ("FP8", "FP8_DYNAMIC")]
+            models = (cast_params(model, jnp.bfloat16), served(model, "FP8"), served(model, "FP8_DYNAMIC"))
+            trained, *own = (log_probabilities(each, jnp.asarray(tokens)) for each in models)
             mismatches = [log_probability_mismatch(trained, each) for each in (sampled, *own)]
             rewards = reward(tokens)
             rounds.append(Round(float(rewards.mean()), *mismatches))

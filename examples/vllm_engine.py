@@ -46,10 +46,10 @@ def sample(model: LLM, prompt: list[int], samples: int, tokens: int, seed: int) 
         n=samples, max_tokens=tokens, seed=seed, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False
     )
     (request,) = model.generate([{"prompt_token_ids": prompt}], settings, use_tqdm=False)
-    drawn_tokens = [list(zip(output.token_ids, output.logprobs, strict=True)) for output in request.outputs]
+    samples_drawn = [list(zip(output.token_ids, output.logprobs, strict=True)) for output in request.outputs]
     return {
-        "tokens": [[token for token, _ in drawn] for drawn in drawn_tokens],
-        "log_p": [[log_p[token].logprob for token, log_p in drawn] for drawn in drawn_tokens],
+        "tokens": [[token for token, _ in drawn] for drawn in samples_drawn],
+        "log_p": [[log_p[token].logprob for token, log_p in drawn] for drawn in samples_drawn],
     }
 
 
