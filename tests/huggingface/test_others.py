@@ -1,14 +1,21 @@
 """PyTorch, Transformers and compressed-tensors read what we export, wherever an environment with them is named."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from safetensors.numpy import save_file
+
+from haliax_fp8.huggingface import export_model, serving_tensors
+from haliax_fp8.models import Transformer, TransformerConfig
 
 
 SCRIPTS = Path(__file__).parents[1] / "others"
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 PYTHON = os.environ.get("HALIAX_FP8_TORCH_PYTHON")
 VLLM = os.environ.get("HALIAX_FP8_VLLM_PYTHON")
 
@@ -52,3 +59,25 @@ def test_an_engine_takes_tensors_while_it_runs(tmp_path):
     run = [str(VLLM), SCRIPTS / "log_p_with_vllm.py", tmp_path]
     read = subprocess.run(run, capture_output=True, text=True)
     assert read.returncode == 0, read.stdout[-2000:] + read.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VLLM is None, reason="HALIAX_FP8_VLLM_PYTHON names no Python; see tests/others/README.md")
+def test_the_program_of_the_page_takes_weights(tmp_path):
+    """An engine that took a model's weights samples what one samples that started with them."""
+    (program,) = re.findall(r"```py\n(import os\n.*?)```", PAGE.read_text(), re.DOTALL)
+    sizes = TransformerConfig(layers=1, hidden=128, heads=2, head_dim=64, mlp=256)
+    first, second = (Transformer.init(sizes, key=jax.random.key(seed)) for seed in (0, 1))
+    sampled = []
+    for name, started in (("took", first), ("started", second)):
+        folder = tmp_path / name
+        folder.mkdir()
+        export_model(started, folder / "llama", "FP8_DYNAMIC")
+        save_file(dict(serving_tensors(second, "FP8_DYNAMIC")), folder / "weights.safetensors")
+        (folder / "engine.py").write_text(program)
+        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        command = [str(VLLM), "engine.py"]
+        run = subprocess.run(command, cwd=folder, env=environment, input="\n", capture_output=True, text=True)
+        sampled.append(re.findall(r"^sampled \[.*\]$", run.stdout, re.MULTILINE))
+        assert len(sampled[-1]) == 1, run.stdout[-2000:] + run.stderr[-2000:]
+    assert sampled[0] == sampled[1]

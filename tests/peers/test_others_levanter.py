@@ -4,10 +4,13 @@ Skipped where Levanter is not installed. It needs JAX below 0.12 and over a giga
 environment of its own:
 
     uv run --isolated --no-project --with-editable . --with "marin-levanter>=0.2.227.dev0" \
-        --with beartype --with hypothesis --with pytest pytest tests/peers/test_others_levanter.py
+        --with beartype --with hypothesis --with pytest --with pytest-xdist \
+        pytest -m slow tests/peers/test_others_levanter.py
 """
 
+import dataclasses
 import pathlib
+import re
 
 import equinox as eqx
 import haliax as hax
@@ -35,6 +38,8 @@ from haliax_fp8 import (
     fp8_linear_layers,
     restore_linear_layers,
 )
+from haliax_fp8.huggingface import check_folder, export_model, import_model, load
+from haliax_fp8.models import Transformer, TransformerConfig
 
 
 # The warnings are Levanter's. Each test compiles a model, some of them twice.
@@ -80,12 +85,19 @@ def loss_fn(model, example, key=None):
 
 def trainer_for(folder, policy="f32", microbatches=1):
     """Levanter's trainer on all devices, parameters sharded, as its defaults have it."""
+    from levanter.trainer import Trainer
+
+    return Trainer(trainer_config(folder, policy, microbatches), optax.adam(1e-2), loss_fn, add_default_hooks=False)
+
+
+def trainer_config(folder, policy="f32", microbatches=1):
+    """For few steps, without a tracker."""
     import jmp
     from levanter.checkpoint import CheckpointerConfig
     from levanter.tracker import NoopConfig
-    from levanter.trainer import Trainer, TrainerConfig
+    from levanter.trainer import TrainerConfig
 
-    config = TrainerConfig(
+    return TrainerConfig(
         id="test",
         tracker=NoopConfig(),
         mp=jmp.get_policy(policy),
@@ -99,7 +111,6 @@ def trainer_for(folder, policy="f32", microbatches=1):
         log_jaxprs=False,
         log_xla_hlo=False,
     )
-    return Trainer(config, optax.adam(1e-2), loss_fn, add_default_hooks=False)
 
 
 @pytest.mark.parametrize(
@@ -214,3 +225,88 @@ def test_layer_whose_output_axes_are_on_no_mesh_axis(one_device):
     In, Out, Token = hax.make_axes(input=8, output=4, token=2)
     layer = fp8_linear_layers(hax.nn.Linear.init(In, Out, key=KEY))
     assert eqx.filter_jit(layer)(hax.ones((Token, In))).axes == (Token, Out)
+
+
+# --- Folders ----------------------------------------------------------------------------------------------------------
+
+# Of Hugging Face's Llama, with the sizes of `language_model`.
+SIZES = TransformerConfig(
+    layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=64, vocab=32, max_length=16, unroll=1
+)
+
+
+def published(folder, layout, **sizes):
+    """A folder, and Levanter's model for it: its configuration, and the model without weights."""
+    import transformers
+    from levanter.models.llama import LlamaConfig
+
+    model = Transformer.init(dataclasses.replace(SIZES, **sizes), key=jax.random.key(7))
+    export_model(model, folder, layout)
+    config = LlamaConfig.from_hf_config(transformers.AutoConfig.from_pretrained(folder))
+    return config, eqx.filter_eval_shape(lambda: config.build(Vocab, key=KEY))
+
+
+def logits_of(model, tokens):
+    """Of Levanter's Llama, or of ours."""
+    from levanter.layers.attention import AttentionMask
+
+    masks = () if isinstance(model, Transformer) else (AttentionMask.causal(),)
+    return float64(eqx.filter_jit(lambda model, tokens: model(tokens, *masks))(model, tokens))
+
+
+@pytest.mark.parametrize(
+    ("layout", "weights"),
+    [("BF16", "dequantized"), ("HF_FP8", "dequantized")]
+    + [("FP8_DYNAMIC", weights) for weights in ("dequantized", "frozen", "served")],
+)
+def test_a_folder_becomes_its_llama_by_its_own_names(layout, weights, one_device, tmp_path):
+    _, abstract = published(tmp_path / "folder", layout)
+    tokens = hax.random.randint(KEY, (Batch, hax.Axis("position", 16)), 0, Vocab.size)
+    expected = logits_of(load(tmp_path / "folder", weights=weights, dtype="float32"), tokens)
+    actual = logits_of(import_model(tmp_path / "folder", abstract, weights=weights), tokens)
+    # In float32; both add up in other orders.
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("layout", ["BF16", "FP8_DYNAMIC", "FP8"])
+def test_an_imported_llama_trains_and_is_exported(layout, tmp_path):
+    config, abstract = published(tmp_path / "folder", "FP8_DYNAMIC")
+    model = import_model(tmp_path / "folder", abstract)
+    _, tokens = language_model()
+    with trainer_for(tmp_path / "runs") as trainer:
+        state, _ = train(trainer, fp8_linear_layers(model, exclude=HEAD), tokens)
+        trained = state.model
+        described = config.to_hf_config(Vocab.size).to_dict()
+        report = export_model(trained, tmp_path / "trained", layout, hf_config=described)
+        assert check_folder(tmp_path / "trained").is_sound
+        if layout != "BF16":
+            assert report.origins == {"state of training": 2 * DENSE_LLAMA}
+        expected = logits_of(restore_linear_layers(trained), tokens)
+    actual = logits_of(load(tmp_path / "trained", dtype="float32"), tokens)
+    error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+    # Exports round to bfloat16, and kernels then to FP8.
+    assert error < (2.0**-7 if layout == "BF16" else fp8_error(2 * DENSE_LLAMA))
+    assert error > 0.0
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    page = pathlib.Path(__file__).parents[2] / "docs" / "migration" / "levanter.md"
+    program = "".join(re.findall(r"```py\n(.*?)```", page.read_text(), re.DOTALL))
+    published(tmp_path / "llama", "HF_FP8")
+    monkeypatch.chdir(tmp_path)
+    _, tokens = language_model()
+    given = {"trainer_config": trainer_config(tmp_path / "runs"), "examples": STEPS * [examples(tokens)]}
+    exec(compile(program, str(page), "exec"), given)
+    assert given["report"].origins == {"state of training": 2 * DENSE_LLAMA}
+    assert check_folder(tmp_path / "trained").is_sound
+    assert load(tmp_path / "trained").config.hidden == SIZES.hidden
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "tensor"),
+    [("head_dim", 16, "q_proj"), ("biases", ("query", "key", "value", "output"), r"proj\.bias")],
+)
+def test_what_its_configuration_leaves_out_is_an_error(key, value, tensor, tmp_path):
+    _, empty = published(tmp_path / "folder", "BF16", **{key: value})
+    with pytest.raises(ValueError, match=tensor):
+        import_model(tmp_path / "folder", empty)
