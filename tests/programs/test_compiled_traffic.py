@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from kernels_travel_once_in_fp8 import CASES, TINY, row  # noqa: E402
 
 
-AGAIN = ", kernels quantized again"
 WEIGHTS = sum(x.size for x in jax.tree.leaves(CASES["FSDP, bf16"].model(TINY)) if x.ndim > 1)
 OF_MLP = sum(x.size for x in jax.tree.leaves(CASES["MLP, 4 microbatches, bf16"].model(TINY)))
 EXPECTED = {
@@ -38,11 +37,11 @@ def test_kernels_travel_in_fp8(name, device):
     assert name != "FSDP" or found["reductions"] == 2
 
 
-@pytest.mark.parametrize("device", [device for _, device in on(["data-parallel"], ["h100"])])
-def test_replicated_kernels_are_not_kept(device):
+@pytest.mark.parametrize("name, device", on(["data-parallel"], ["h100"]))
+def test_replicated_kernels_are_not_kept(name, device):
     """The same memory as if every kernel were quantized again; kept kernels would take a byte per weight more."""
     with jax.numpy_dtype_promotion("standard"):
-        found, again = (row(CASES[f"data-parallel{name}"], device, TINY) for name in ("", AGAIN))
+        found, again = (row(CASES[case], device, TINY) for case in (name, f"{name}, kernels quantized again"))
     assert found == again
 
 
