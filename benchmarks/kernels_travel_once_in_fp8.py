@@ -1,11 +1,11 @@
-"""Claim: under FSDP every kernel travels in FP8, and once per step if it is kept or gathered once.
+"""Claim: under FSDP every kernel travels in FP8, and once per step unless blocks are checkpointed.
 
     uv run benchmarks/kernels_travel_once_in_fp8.py [--json FILE] [--markdown] [--device h100]
 
 Training steps for eight devices, as XLA divides them: two blocks of Llama-8B with something elementwise instead of
-attention, 8192 tokens per device, AdamW, float32 weights, bf16 activations; and an MLP, 4096 -> 14336 -> 4096, with
-four microbatches. Compiled for GPUs that this machine need not have, without Triton's products. What devices send each
-other is read from the program. Nothing runs.
+attention, 8192 tokens per device, AdamW, float32 weights, bf16 activations; and an MLP, 4096 -> 14336 -> 4096, in
+one batch or four microbatches. Compiled for GPUs that this machine need not have, without Triton's products. What
+devices send each other is read from the program. Nothing runs.
 """
 
 import argparse
@@ -62,6 +62,7 @@ class Layout:
 
 _FEATURES = {"mlp": "model", "kv_heads": "model"}
 FSDP = Layout({"data": 8}, {"hidden": "data"}, {"token": "data"})
+DATA_PARALLEL = Layout({"data": 8}, {}, {"token": "data"})
 TENSOR_PARALLEL = Layout({"model": 8}, _FEATURES, _FEATURES)
 SEQUENCE = Layout({"model": 8}, _FEATURES, {**_FEATURES, "sequence": "model"})
 ALL = Layout({"data": 4, "model": 2}, {"hidden": "data", **_FEATURES}, {"batch": "data", **SEQUENCE.activations})
@@ -120,7 +121,7 @@ class Case:
         layout: What is divided.
         recipe: Of the layers; None for bf16.
         stack: Whether blocks run in a scan that recomputes them.
-        mlp: Whether the model is the MLP, with four microbatches.
+        mlp: Whether the model is the MLP.
         shared: Whether q/k/v, and gate and up, share the scale of their input, and XLA merges equal gathers.
         config: Options of the conversion.
         step: Options of `TrainStep`.
@@ -163,6 +164,7 @@ class Case:
         return hax.mean(hax.square(out.astype(jnp.float32))).scalar()
 
 
+AGAIN = {"kernel_residual": KernelResidual.REQUANTIZE}
 MICROBATCHES = {"microbatches": 4}
 GATHERED_ONCE = {**MICROBATCHES, "quantize_kernels": "gathered_once"}
 MERGED = {"xla_gpu_experimental_collective_cse_distance_threshold": 1_000_000}
@@ -171,10 +173,12 @@ MERGED = {"xla_gpu_experimental_collective_cse_distance_threshold": 1_000_000}
 CASES = {
     "FSDP, bf16": Case(recipe=None),
     "FSDP": Case(),
-    "FSDP, kernels kept": Case(config={"kernel_residual": KernelResidual.KEEP}),
+    "FSDP, kernels quantized again": Case(config=AGAIN),
     "FSDP, scan + checkpointing, bf16": Case(recipe=None, stack=True),
     "FSDP, scan + checkpointing": Case(stack=True),
     "FSDP, current scaling": Case(recipe="current"),
+    "data-parallel": Case(DATA_PARALLEL),
+    "data-parallel, kernels quantized again": Case(DATA_PARALLEL, config=AGAIN),
     "tensor-parallel, bf16": Case(TENSOR_PARALLEL, recipe=None),
     "tensor-parallel": Case(TENSOR_PARALLEL),
     "tensor-parallel + sequence, bf16": Case(SEQUENCE, recipe=None),
@@ -182,9 +186,10 @@ CASES = {
     "tensor-parallel + sequence, shared scales": Case(SEQUENCE, shared=True),
     "FSDP 4 x tensor-parallel 2 + sequence, bf16": Case(ALL, recipe=None),
     "FSDP 4 x tensor-parallel 2 + sequence": Case(ALL),
-    "FSDP 4 x tensor-parallel 2 + sequence, kernels kept": Case(
-        ALL, shared=True, config={"kernel_residual": KernelResidual.KEEP}
-    ),
+    "FSDP 4 x tensor-parallel 2 + sequence, shared scales": Case(ALL, shared=True),
+    "MLP, bf16": Case(recipe=None, mlp=True),
+    "MLP": Case(mlp=True),
+    "MLP, kernels quantized again": Case(mlp=True, config=AGAIN),
     "MLP, 4 microbatches, bf16": Case(recipe=None, mlp=True, step=MICROBATCHES),
     "MLP, 4 microbatches": Case(mlp=True, step=MICROBATCHES),
     "MLP, kernels quantized once": Case(mlp=True, step={**MICROBATCHES, "quantize_kernels": "once"}),

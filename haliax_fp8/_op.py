@@ -346,4 +346,5 @@ def _spec(
         index_among_sharers=None if state is None else state.index_among_sharers,
         ensemble=int(contraction.state_per_group),
         kernel_residual=op.kernel_residual.decided(measures_again=recipe.measures_kernel_again, stacked=stacked),
+        may_keep_sent_kernel=op.kernel_residual is KernelResidual.REQUANTIZE_WHERE_CHEAP,
     )

@@ -114,7 +114,7 @@ def _folded(
     if record is not None and isinstance(axis, int):
         # The scales are the same in all examples.
         record = lax.reduce_max(record, (axis,))
-    residuals = args.residuals._replace(input=operands[0], kernel=operands[1], record=record)
+    residuals = args.residuals._replace(input=operands[0], kernel=operands[1], record=record, sent_kernel=None)
     folded = TangentArguments([*tangents, *args.tangents[2:]], residuals, tuple(moved[2:]))
     return folded, dataclasses.replace(spec, contraction=contraction), out_axis + spec.ensemble
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 from jaxtyping import Array, Float, Float32
 
 from .._jax.custom_partitioning import knows_devices, lower_after_partitioning, lower_with_devices
@@ -351,3 +351,93 @@ divided_sum_p.def_abstract_eval(aval_of)
 mlir.register_lowering(divided_sum_p, _lowered)
 batching.primitive_batchers[divided_sum_p] = _batched
 lower_with_devices(divided_sum_p)
+
+
+# --- What is sent once, or computed again -----------------------------------------------------------------------------
+
+
+def kept_if_sent(kept: Array, again: Array) -> Array:
+    """Of two arrays with the same values, the first if devices would have to send each other the second; else that.
+
+    `kept` is in memory since the forward pass, `again` is computed from what is in memory anyway. XLA knows only when
+    it has divided the program whether devices hold parts of an array, and which parts its user needs. On one device,
+    inside `shard_map` and on TPUs, whose compiler does not ask, the second array is used. XLA drops the other one.
+
+    Args:
+        kept: The array that is sent once, for its other user and for this one.
+        again: The array computed again.
+    """
+    return kept_if_sent_p.bind(kept, again)
+
+
+kept_if_sent_p = Primitive("fp8_kept_if_sent")
+
+
+def _kept_if_sent_batched(args: Any, axes: Any) -> tuple[Array, int]:
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    return kept_if_sent_p.bind(*(to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True))), 0
+
+
+def _kept_if_sent_lowered(context: Any, kept: Any, again: Any) -> Any:
+    if not knows_devices(context):
+        return [again]
+    ndim = context.avals_in[0].ndim
+    # Each array has axes of its own: the user alone says how it needs the result divided.
+    arrays = [" ".join(f"{letter}{axis}" for axis in range(ndim)) for letter in "kar"]
+    return lower_after_partitioning(
+        context,
+        kept,
+        again,
+        name="a kernel",
+        function=_second,
+        part=_second,
+        rule=f"{arrays[0]}, {arrays[1]} -> {arrays[2]}",
+        # A mesh has no name for every way in which XLA divides an array.
+        sizes={"decode_shardings": False},
+        partition=_kept_if_sent_partition,
+        remedy="choose another KernelResidual",
+    )
+
+
+def _first(kept: Array, again: Array) -> Array:
+    del again
+    return kept
+
+
+def _second(kept: Array, again: Array) -> Array:
+    del kept
+    return again
+
+
+def _kept_if_sent_partition(part: Any, mesh: Any, args: Sequence[Any], result: Any) -> Any:
+    """What each device takes, as `custom_partitioning` asks for it."""
+    del part
+    kept, again = (x.sharding for x in args)
+    if _is_there(again, result.sharding, result.shape):
+        return mesh, _second, result.sharding, (kept, result.sharding)
+    return mesh, _first, result.sharding, (result.sharding, again)
+
+
+def _is_there(held: Sharding, needed: Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether each device can cut what it needs of an array out of what it holds."""
+    if held.is_fully_replicated or held.is_equivalent_to(needed, len(shape)):
+        return True
+    parts = (sharding.devices_indices_map(shape) for sharding in (held, needed))
+    held_parts, needed_parts = ({device: _ends(x, shape) for device, x in part.items()} for part in parts)
+    return all(
+        begin <= needed_begin and needed_end <= end
+        for device, ends in held_parts.items()
+        for (begin, end), (needed_begin, needed_end) in zip(ends, needed_parts[device], strict=True)
+    )
+
+
+def _ends(indices: Sequence[slice], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Where a part of an array begins and ends along each axis."""
+    return [index.indices(size)[:2] for index, size in zip(indices, shape, strict=True)]
+
+
+compile_alone(kept_if_sent_p)
+kept_if_sent_p.def_abstract_eval(lambda kept, again: again)
+mlir.register_lowering(kept_if_sent_p, _kept_if_sent_lowered)
+batching.primitive_batchers[kept_if_sent_p] = _kept_if_sent_batched
+lower_with_devices(kept_if_sent_p)

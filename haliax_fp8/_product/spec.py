@@ -31,10 +31,14 @@ class KernelResidual(enum.Enum):
     """
 
     REQUANTIZE_WHERE_CHEAP = "requantize_where_cheap"
-    """Quantizes again if that needs no other amax and no copy of the kernel; otherwise keeps the quantized kernel.
+    """Quantizes again if that needs no other amax, no copy of the kernel and no other gather; otherwise keeps the
+    quantized kernel.
 
     No other amax: with delayed and static scaling, rows and one-dimensional blocks. No copy: a scan over a
-    `haliax.nn.Stacked` slices the kernel out of the stack, and would keep every slice in high precision.
+    `haliax.nn.Stacked` slices the kernel out of the stack, and would keep every slice in high precision. No other
+    gather: with delayed and static scaling, a kernel that devices have to gather for fprop, as under FSDP, is kept as
+    gathered. XLA decides that when it divides a program over GPUs or CPUs. Replicated kernels are quantized again, and
+    so are all kernels inside `shard_map` and on TPUs. Outside `jax.jit` nothing is known yet, and both are kept.
     """
 
     def decided(self, *, measures_again: bool, stacked: bool) -> "KernelResidual":
@@ -64,6 +68,8 @@ class ProductSpec:
         stacked: Whether the layer is one of a stack, from which a scan slices its state.
         index_among_sharers: Which one this is of the layers that share the scale of their input; None if it is alone.
         kernel_residual: Whether the backward pass keeps the kernel's FP8 copy, or quantizes the kernel again.
+        may_keep_sent_kernel: Whether programs keep the FP8 copy of a kernel that is otherwise quantized again, if their
+            devices would have to send it again.
         quantized_kernel: The structure of the `QuantizedKernel`, if the kernel was quantized before; else None.
         ensemble: How many leading axes of every array number independent members, each with its own state.
     """
@@ -76,6 +82,7 @@ class ProductSpec:
     stacked: bool = False
     index_among_sharers: int | None = None
     kernel_residual: KernelResidual = KernelResidual.KEEP
+    may_keep_sent_kernel: bool = False
     quantized_kernel: Any = None
     ensemble: int = 0
 
@@ -122,6 +129,17 @@ class ProductSpec:
     def keeps_kernel_copy(self) -> bool:
         """Whether fprop and dgrad read the same FP8 kernel."""
         return "kernel" in self.recipe.quantized_once and "kernel" not in self.residuals_in_high_precision
+
+    @property
+    def keeps_kernel_if_sent(self) -> bool:
+        """Whether a kernel that is quantized again is kept in programs whose devices would send it again.
+
+        Not of experts, whose products say themselves what their devices send.
+        """
+        if not self.may_keep_sent_kernel or self.kernel_residual is not KernelResidual.REQUANTIZE:
+            return False
+        is_alike = "kernel" in self.recipe.quantized_once and self.takes_stored_scale("kernel", "fprop")
+        return is_alike and not self.contraction.extras
 
     def takes_stored_scale(self, operand: OperandName, product: ProductName) -> bool:
         """Whether an operand is quantized with the scale that the state holds."""

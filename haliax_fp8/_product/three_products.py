@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from .._jax.meshes import automatic_axes
+from .._jax.meshes import automatic_axes, manual_axes
 from .._jax.opaque import opaque
 from .._jax.xla import (
     gathered_once,
@@ -40,6 +40,7 @@ from .operands import (
     scaled_values,
     scales_of,
 )
+from .partition import kept_if_sent
 from .quantized_kernel import KernelOperand, QuantizedKernel
 from .spec import KernelResidual, ProductSpec
 
@@ -59,12 +60,15 @@ class Residuals(NamedTuple):
         record: The scales, and below them what was measured of input and kernel, see `pack`; None for a stateless
             recipe.
         key: What random rounding draws from.
+        sent_kernel: Beside a kernel that is quantized again: what fprop quantized, for programs whose devices would
+            send each other the kernel twice; else None.
     """
 
     input: Array | QuantizedArray
     kernel: Array | QuantizedArray | KernelOperand[Array]
     record: Array | None
     key: Array | None
+    sent_kernel: Array | None = None
 
     def stored(self, spec: ProductSpec) -> tuple[Array | None, StateResiduals | None]:
         """The scales, and with what was measured; None if there are none, or nothing is."""
@@ -86,7 +90,10 @@ class Residuals(NamedTuple):
         if operand == "kernel":
             residual = not_kept_from_forward(residual)
         x = round_to(residual, spec.compute_dtype)
-        return quantize_operand(x, operand, product, scales, self.key, extras, spec)
+        quantized = quantize_operand(x, operand, product, scales, self.key, extras, spec)
+        if operand == "kernel" and self.sent_kernel is not None:
+            quantized = dataclasses.replace(quantized, data=kept_if_sent(self.sent_kernel, quantized.data))
+        return quantized
 
 
 def residual_array(residual: Any) -> Any:
@@ -117,8 +124,11 @@ def forward(
         spec: What is static.
         rematerialized: Whether this is recomputed right before the backward pass.
     """
+    sent_kernel = None
+    if spec.keeps_kernel_if_sent and quantized_kernel is None and not manual_axes():
+        sent_kernel = _kernel_to_send(kernel, record, key, spec=spec)
     out, quantized, packed = _fprop(
-        input, kernel, extras, record, key, quantized_kernel, spec=spec, differentiated=True
+        input, kernel, extras, record, key, quantized_kernel, sent_kernel, spec=spec, differentiated=True
     )
     quantized_input, kernel_for_dgrad = quantized
     # Where nothing new is kept, the argument itself is: routed through `_fprop`, JAX would store it as a result.
@@ -133,7 +143,7 @@ def forward(
         kernel = transposed_separately_on_one(kernel_for_dgrad)
         if rematerialized and spec.kernel_residual is KernelResidual.KEEP:
             kernel = checkpoint_name(kernel, FP8_KERNEL)
-    return checkpoint_name(out, FP8_OUTPUT), Residuals(input, kernel, packed, key)
+    return checkpoint_name(out, FP8_OUTPUT), Residuals(input, kernel, packed, key, sent_kernel)
 
 
 def fprop_alone(
@@ -146,7 +156,18 @@ def fprop_alone(
     spec: ProductSpec,
 ) -> Array:
     """The output, if no gradient is requested."""
-    return _fprop(input, kernel, extras, record, key, quantized_kernel, spec=spec, differentiated=False)[0]
+    return _fprop(input, kernel, extras, record, key, quantized_kernel, None, spec=spec, differentiated=False)[0]
+
+
+@opaque
+def _kernel_to_send(kernel: Array, record: Array | None, key: Array | None, *, spec: ProductSpec) -> Array:
+    """The data of the kernel as fprop takes it.
+
+    Apart from fprop: in a loop that uses one kernel in every step, JAX keeps it once.
+    """
+    scales = scales_of(None if record is None else in_product(record), spec)
+    with _scope(FPROP, spec):
+        return quantize_operand(round_to(kernel, spec.compute_dtype), "kernel", "fprop", scales, key, (), spec).data
 
 
 @opaque
@@ -157,6 +178,7 @@ def _fprop(
     record: Array | None,
     key: Array | None,
     quantized_kernel: QuantizedKernel[Array] | None,
+    sent_kernel: Array | None,
     *,
     spec: ProductSpec,
     differentiated: bool,
@@ -172,6 +194,8 @@ def _fprop(
     with _scope(FPROP, spec):
         quantized = {
             operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec, quantized_kernel)
+            if operand == "input" or sent_kernel is None
+            else from_residual(sent_kernel, operand, "fprop", scales, spec)
             for operand, x in operands.items()
         }
         if differentiated and quantized_kernel is None and spec.keeps_kernel_copy:

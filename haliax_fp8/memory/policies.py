@@ -83,7 +83,7 @@ _ELEMENTWISE = frozenset(
     "random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32 "
     # An FP8 product, whose operands and result have names. Only what it measured is taken again: if that were kept, XLA
     # would measure in a launch of its own.
-    "fp8_fprop fp8_scales_of fp8_barrier".split()
+    "fp8_fprop fp8_kernel_to_send fp8_scales_of fp8_barrier".split()
 )
 
 

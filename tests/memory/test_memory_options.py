@@ -110,13 +110,24 @@ def kept_in_fp8(config):
 @pytest.mark.more
 def test_what_is_kept_of_a_kernel():
     activation, kernel = Rows.size * Embed.size, Embed.size * Mlp.size
-    expected = {"delayed": [[activation, kernel], [activation], [activation]]}
+    # The default keeps a kernel only if devices send it, which nobody knows before the program is divided over them.
+    expected = {"delayed": [[activation, kernel], [activation], [activation, kernel]]}
     # Current scaling would take the kernel's amax again; rows are quantized along the other axis anyway.
-    expected |= {"current": [[activation, kernel], [activation], [activation, kernel]]}
-    expected |= {"rowwise": expected["delayed"]}
+    expected |= {"current": expected["delayed"]}
+    expected |= {"rowwise": [[activation, kernel], [activation], [activation]]}
     for recipe, sizes in expected.items():
         found = [kept_in_fp8(Fp8Config(recipe=recipe, kernel_residual=choice)) for choice in KERNEL_RESIDUALS]
         assert found == sizes, recipe
+
+
+def test_one_device_quantizes_kernels_again():
+    """By default one device runs the program that quantizes every kernel again, not the one that keeps them."""
+    counts = []
+    for choice in (KernelResidual.REQUANTIZE_WHERE_CHEAP, KernelResidual.REQUANTIZE, KernelResidual.KEEP):
+        model = fp8_linear_layers(MODELS["one"](), Fp8Config(kernel_residual=choice))
+        compiled = eqx.filter_jit(fp8.filter_grad(loss)).lower(model, inputs()).compile().compiled
+        counts.append(compiled.as_text().count("f8e4m3fn["))
+    assert counts[0] == counts[1] != counts[2]
 
 
 @pytest.mark.more

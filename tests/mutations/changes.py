@@ -34,8 +34,8 @@ CHANGES = (
     Change(
         "a kernel is quantized again without the compute dtype",
         "_product/three_products.py",
-        "x = round_to(residual, spec.compute_dtype)\n        return quantize_operand(x, operand",
-        "x = saved\n        return quantize_operand(x, operand",
+        "x = round_to(residual, spec.compute_dtype)\n        quantized = quantize_operand(x, operand",
+        "x = residual\n        quantized = quantize_operand(x, operand",
         ("test_kernel_residual.py",),
     ),
     Change(

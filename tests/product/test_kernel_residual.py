@@ -49,6 +49,22 @@ def test_the_kernel_is_rounded_to_the_compute_dtype_first_both_times(name):
         np.testing.assert_array_equal(dx[0], np.where(np.arange(16) == 0, 448.0, 1.0) * 448, err_msg=str(choice))
 
 
+@pytest.mark.parametrize("gradient", [fp8.filter_grad, eqx.filter_grad])
+def test_a_loop_keeps_the_kernel_that_all_its_steps_use_once(gradient):
+    layer = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, use_bias=False, key=jax.random.key(0)))
+    arrays, rest = eqx.partition(layer, eqx.is_array)
+
+    def loss(layer, x):
+        step = lambda x, _: (jnp.tanh(jax.vmap(layer)(x)), None)
+        return jax.lax.scan(step, x, length=3)[0].sum()
+
+    def gradients(arrays, x):
+        return eqx.filter(gradient(loss)(eqx.combine(arrays, rest), x), eqx.is_array)
+
+    program = str(jax.make_jaxpr(gradients)(arrays, jnp.ones((4, 8))))
+    assert "f8_e4m3fn[3,4,8]" in program and "f8_e4m3fn[8,8]" in program and "[3,8,8]" not in program
+
+
 @pytest.mark.parametrize("high", ["fprop", "wgrad"])
 def test_an_input_is_kept_as_wgrad_takes_it(high):
     """Whatever fprop does: its FP8 copy if wgrad runs in FP8, and itself, not a copy, if not."""

@@ -16,12 +16,12 @@ from kernels_travel_once_in_fp8 import CASES, TINY, row  # noqa: E402
 WEIGHTS = sum(x.size for x in jax.tree.leaves(CASES["FSDP, bf16"].model(TINY)) if x.ndim > 1)
 OF_MLP = sum(x.size for x in jax.tree.leaves(CASES["MLP, 4 microbatches, bf16"].model(TINY)))
 EXPECTED = {
-    # For each of a kernel's passes; kept, or in a block that is recomputed, the backward pass shares one.
-    "FSDP": 2 * WEIGHTS,
-    "FSDP, kernels kept": WEIGHTS,
+    # Half of bf16's; twice in a block that is recomputed, as bf16's are.
+    "FSDP": WEIGHTS,
+    "FSDP, kernels quantized again": 2 * WEIGHTS,
     "FSDP, scan + checkpointing": 2 * WEIGHTS,
-    # The gradient of the first layer's input is not needed.
-    "MLP, 4 microbatches": 4 * 1.5 * OF_MLP,
+    "MLP": OF_MLP,
+    "MLP, 4 microbatches": 4 * OF_MLP,
     "MLP, kernels gathered once": OF_MLP,
 }
 
@@ -35,6 +35,14 @@ def test_kernels_travel_in_fp8(name, device):
     assert found["gathered_wider"] <= 0.02 * WEIGHTS
     # One of the amaxes, and one of the loss with the norm of the gradients.
     assert name != "FSDP" or found["reductions"] == 2
+
+
+@pytest.mark.parametrize("name, device", on(["data-parallel"], ["h100"]))
+def test_replicated_kernels_are_not_kept(name, device):
+    """The same memory as if every kernel were quantized again; kept kernels would take a byte per weight more."""
+    with jax.numpy_dtype_promotion("standard"):
+        found, again = (row(CASES[case], device, TINY) for case in (name, f"{name}, kernels quantized again"))
+    assert found == again
 
 
 @pytest.mark.parametrize("name, device", on(["FSDP, current scaling"], ["h100"]))

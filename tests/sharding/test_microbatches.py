@@ -133,11 +133,11 @@ def test_devices_keep_their_rows(quantize, mapping):
 
 @pytest.mark.more
 def test_kernels_travel_once_per_step():
-    """Both, before the loop; by default both in each microbatch, and one again for its backward pass."""
+    """Both, before the loop; by default both in each microbatch."""
     _, text = trained("gathered_once", (("batch", "data"),))
     assert gathered(text) == [(WEIGHTS, True)] * 2
     _, text = trained("in_each_microbatch", None)
-    assert len(gathered(text)) == 3 * PARTS
+    assert len(gathered(text)) == 2 * PARTS
 
 
 @pytest.mark.more
