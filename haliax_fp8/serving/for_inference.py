@@ -23,6 +23,7 @@ from ..layers.walk import (
     rule_of,
     unmatched_error,
 )
+from ..models.adapters import require_merged
 from .constructors import Constructor, constructors_with, made_for_inference
 from .of_training import served_kernel
 from .scheme import SchemeLike, as_scheme
@@ -83,6 +84,7 @@ def quantize_for_inference[M](
         (dtype(float8_e4m3fn), 8704)
     """
     require_layers(model, "quantize_for_inference(model, scheme)")
+    require_merged(model)
     chosen = as_scheme(scheme)
     check_not_modified(model)
     rules = as_config(config).rules
