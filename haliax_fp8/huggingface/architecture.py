@@ -7,7 +7,7 @@ from typing import Any
 
 import haliax.nn as hnn
 
-from ..models.adapters import AdaptedModel
+from ..models.adapters import require_merged
 from ..models.transformer import LinearRope, Llama3Rope, MixtureOfExperts, Transformer, TransformerConfig
 from .folder import TensorFolder
 from .names import LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, NameMap
@@ -324,10 +324,7 @@ def names_of(model: Any, names: Any = None) -> NameMap:
     Raises:
         ValueError: If the model has adapters, which are no layers of a folder.
     """
-    if isinstance(model, AdaptedModel):
-        raise ValueError(
-            "model has adapters; pass merge_lora(model), or write them alone: export_adapter(model, directory)"
-        )
+    require_merged(model)
     if names is None and isinstance(model, Transformer) and _is_described(model):
         return _FAMILIES[hugging_face_config(model)["model_type"]].names
     return NameMap.of(names)

@@ -319,6 +319,18 @@ def require_adapters(model: Any, call: str) -> None:
         )
 
 
+def require_merged(model: Any) -> None:
+    """Raises a ValueError if a model has adapters, where they would be lost.
+
+    Args:
+        model: Any model.
+    """
+    if isinstance(model, AdaptedModel):
+        raise ValueError(
+            "model has adapters; pass merge_lora(model), or write them alone: huggingface.export_adapter(model, folder)"
+        )
+
+
 def _chosen(layers: dict[str, Any], targets: Targets | None) -> list[str]:
     """The paths of the layers that get an adapter."""
     are_linear = {path: isinstance(layer, hnn.Linear | eqx.nn.Linear) for path, layer in layers.items()}

@@ -24,6 +24,7 @@ from ..layers.walk import (
     rule_of,
     unmatched_error,
 )
+from ..models.adapters import require_merged
 from .constructors import Constructor, constructors_with, made_for_inference
 from .layout import LayoutLike, as_layout
 from .of_training import served_kernel
@@ -90,6 +91,7 @@ def quantize_for_inference[M](
         (dtype(float8_e4m3fn), 8704)
     """
     require_layers(model, "quantize_for_inference(model, layout)")
+    require_merged(model)
     chosen = as_layout(layout)
     check_not_modified(model)
     rules = as_config(config).rules

@@ -29,6 +29,7 @@ from haliax_fp8.models import (
     with_dropout_keys,
 )
 from haliax_fp8.models.adapters import FrozenArray
+from haliax_fp8.serving import quantize_for_inference
 
 
 KEY = jax.random.key(0)
@@ -276,8 +277,9 @@ def test_mistakes_with_models(folder, tmp_path):
     for call in (merge_lora, lambda m: with_dropout_keys(m, KEY), lambda m: export_adapter(m, tmp_path / "a")):
         with unchecked(), pytest.raises(ValueError, match="without adapters"):
             call(base("plain"))
-    with pytest.raises(ValueError, match="merge_lora"):
-        export_model(model, tmp_path / "b", "BF16")
+    for call in (lambda: export_model(model, tmp_path / "b", "BF16"), lambda: quantize_for_inference(model, "dynamic")):
+        with pytest.raises(ValueError, match="merge_lora"):
+            call()
 
 
 def test_what_peft_reads(tmp_path):
