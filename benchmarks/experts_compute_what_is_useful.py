@@ -17,10 +17,15 @@ from lib.output import Row
 from rich.progress import Progress
 
 from haliax_fp8.preflight import inspect_step
+from haliax_fp8.recipes import Recipe
+from haliax_fp8.recipes.scaling import HighPrecision
 
 
 SIZES = {"8 experts": (8, 16384, 4096, 14336), "64 experts": (64, 16384, 2048, 1408)}
-RECIPES = (None, "delayed", "rowwise", "deepseek")
+GROUPED_BF16 = Recipe.of(HighPrecision())
+"""The same kernels as for FP8, of operands in bf16."""
+
+RECIPES = (None, GROUPED_BF16, "delayed", "rowwise", "deepseek")
 COLUMNS: dict[str, Callable[[Any], str]] = {
     "experts": lambda row: row["size"],
     "recipe": lambda row: row["recipe"],
@@ -32,13 +37,13 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def figures(device: str, recipe: str | None, size: str) -> Row:
+def figures(device: str, recipe: str | Recipe | None, size: str) -> Row:
     """What the compiled program does."""
     args = eqx.filter_eval_shape(layer_and_batch, recipe, *SIZES[size], use_gmm=False)
     found = inspect_step(gradients, *args, device=device).step
     return {
         "size": size,
-        "recipe": recipe or "bf16",
+        "recipe": {None: "bf16, all experts", GROUPED_BF16: "bf16, grouped"}.get(recipe, recipe),
         "useful": found.useful_flops,
         "computed": found.flops,
         "fp8": found.fp8_share,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from haliax_fp8 import fp8_linear_layers
+from haliax_fp8 import Recipe, fp8_linear_layers
 
 
 WAYS: Mapping[str, tuple[str | None, bool]] = {
@@ -24,7 +24,7 @@ WAYS: Mapping[str, tuple[str | None, bool]] = {
 
 
 def layer_and_batch(
-    recipe: str | None, experts: int, rows: int, inputs: int, outputs: int, *, use_gmm: bool
+    recipe: str | Recipe | None, experts: int, rows: int, inputs: int, outputs: int, *, use_gmm: bool
 ) -> tuple[Any, hax.NamedArray, hax.NamedArray, jax.Array]:
     """The layer, rows, the sizes of groups (nearly alike), and the output's gradient."""
     Experts, Rows, In, Out = hax.make_axes(experts=experts, rows=rows, inputs=inputs, outputs=outputs)
