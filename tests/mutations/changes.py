@@ -913,7 +913,7 @@ CHANGES = (
     Change(
         "moments are rounded to nearest",
         "training/quantized_state.py",
-        "_uniform(x.shape, seed).reshape(blocks.shape) * (above - below)",
+        "_uniform(x.shape, seed) * (above - below)",
         "np.float32(0.5) * (above - below)",
         ("test_quantized_state.py::test_a_second_moment_follows_its_own_gradient",),
     ),
