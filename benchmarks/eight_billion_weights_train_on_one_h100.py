@@ -112,7 +112,7 @@ def compiled(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "moments": 0 if isinstance(row.optimizer, HostOptimizer) else size_of(state),
         "temporaries": memory.temporaries,
         "peak": memory.peak,
-        "host": memory.host,
+        "host": size_of(state) if isinstance(row.optimizer, HostOptimizer) else 0,
         "seconds": report.step.seconds,
     }
 
