@@ -176,7 +176,7 @@ def quantized_state(
         largest = _reduced(_largest, state, of(state)[1])
         state = _read_again(state, state.scales)
         smallest = _reduced(_smallest, state, of(state)[1])
-        blocks = [None if a is None else _Blocks.of(a, b) for a, b in zip(largest, smallest, strict=True)]
+        blocks = _blocks(largest, smallest)
         state = _read_again(state, blocks)
         _, new = of(state)
         updates, _ = of(_read_again(state, blocks))
@@ -198,7 +198,13 @@ def with_moments_of(optimizer: Any, opt_state: Any, params: Any) -> Any:
         ValueError: If the state is not that of such an optimizer.
     """
     wide = jax.tree.map(lambda node: node.dequantize() if _is_state(node) else node, opt_state, is_leaf=_is_state)
-    stored = lambda node, new: _stored(node, new, node.step, _blocks_of(node, new)) if _is_state(node) else new
+
+    def stored(node: Any, new: Any) -> Any:
+        if not _is_state(node):
+            return new
+        blocks = _blocks(_reduced(_largest, node, new), _reduced(_smallest, node, new))
+        return _stored(node, new, node.step, blocks)
+
     try:
         return jax.tree.map(stored, optimizer.init(params), wide, is_leaf=_is_state)
     except (ValueError, TypeError) as error:
@@ -341,9 +347,9 @@ def _smallest(magnitude: Float32[Array, "*blocks block"]) -> Float32[Array, "*bl
     return lax.bitcast_convert_type(smallest + tiny, jnp.float32)
 
 
-def _blocks_of(state: QuantizedState, new: Any) -> list[_Blocks | None]:
-    largest, smallest = (_reduced(reduction, state, new) for reduction in (_largest, _smallest))
-    return [None if a is None or b is None else _Blocks.of(a, b) for a, b in zip(largest, smallest, strict=True)]
+def _blocks(largest: list[Array | None], smallest: list[Array | None]) -> list[_Blocks | None]:
+    pairs = zip(largest, smallest, strict=True)
+    return [None if a is None or b is None else _Blocks.of(a, b) for a, b in pairs]
 
 
 def _read_again(state: QuantizedState, first: Sequence[Any]) -> QuantizedState:
