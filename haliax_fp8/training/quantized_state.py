@@ -407,7 +407,8 @@ def _rounded(x: Float32[Array, "*shape"], of: _Blocks, seed: UInt32[Array, ""]) 
     # Both neighbors over the magnitude: the one may be too small for float32, and the other too large.
     below, above = (jnp.exp(jnp.log(n / limits[1]) / exponent - logs) for n in (lower, lower + spacing))
     is_up = _uniform(x.shape, seed) * (above - below) < np.float32(1.0) - below
-    rounded = jnp.where(is_up, lower + spacing, lower)
+    # What was measured may be an ulp below the largest element, whose upper neighbor would be the bits of NaN.
+    rounded = jnp.minimum(jnp.where(is_up, lower + spacing, lower), limits[1])
     # Normal values of E4M3 all: the middle bits of a float32. XLA would copy the result of a cast to E4M3 once more to
     # read it as bytes.
     bits = lax.bitcast_convert_type(rounded, jnp.uint32) >> np.uint32(23 - E4M3.mantissa_bits)

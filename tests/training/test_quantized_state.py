@@ -18,6 +18,7 @@ from haliax_fp8 import TrainStep, fp8_linear_layers, trainable, transfer_optimiz
 from haliax_fp8.checkpoints import load_into, save
 from haliax_fp8.memory import HostOptimizer
 from haliax_fp8.training import QuantizedState, quantized_state
+from haliax_fp8.training.quantized_state import _Blocks, _rounded
 
 
 SIZE = 128
@@ -420,6 +421,14 @@ def test_moments_in_the_host_are_quantized_in_layers():
         assert float(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).mean()) < 0.1 * float(moved)
     with pytest.raises(ValueError, match=r"one layer otherwise than that of a stack.*min_size=0"):
         HostOptimizer(quantized_state(optax.adamw(1e-2), min_size=2**13 + 1)).init(params)
+
+
+def test_an_element_an_ulp_beyond_its_blocks_measured_maximum_stays_finite():
+    """The maximum and the data come from two programs, which may round differently."""
+    x = jnp.full((4096, SIZE), 1.0 + 2.0**-20).at[:, 0].set(0.25)
+    blocks = _Blocks.of(jnp.ones((4096, 1)), jnp.full((4096, 1), 0.25))
+    data = np.asarray(_rounded(x, blocks, jnp.uint32(1))).view(ml_dtypes.float8_e4m3fn)
+    assert np.isfinite(data.astype(np.float32)).all()
 
 
 # -- What it takes --
