@@ -10,7 +10,8 @@ loss of the trained weights without FP8.
 `--suite` says what is compared: `recipes` all of them; `delayed` what delayed scaling starts with and remembers;
 `parts` the products and layers of current scaling one by one; `attention` recipes with attention's projections in bf16;
 `nvfp4` parts of NVFP4's recipe; `phases` a recipe in a part of the steps, with bf16 before and after; `middle` 8-bit
-recipes that start in bf16; `stress` what breaks which. Runs are kept in `--out`, one file for each variant, task
+recipes that start in bf16; `memory` moments in FP8 and weights without float32 masters, with `--hidden 128`; `stress`
+what breaks which. Runs are kept in `--out`, one file for each variant, task
 and setting, and not run again: interrupt it and go on, or ask for more seeds. `--curves` writes all curves, thinned.
 On a GPU, give `--layers 12 --hidden 768 --length 1024 --batch 64 --steps 5000`, and a text of your own with `--task`.
 """

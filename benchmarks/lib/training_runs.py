@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import haliax_fp8 as fp8
+from haliax_fp8.training import quantized_state
 from lib.training_tasks import AbstractTask
 
 
@@ -57,6 +58,8 @@ class Variant:
         config: How it is converted; None leaves it in the task's dtype.
         calibrated: Whether its state is filled from the next batch, wherever it is converted.
         ulp: Whether all weights start one ulp of float32 above those of the seed: the noise floor.
+        moments_in_fp8: Whether the optimizer's moments are stored by `quantized_state`.
+        bf16_weights: Whether weights are in bfloat16, and rounded stochastically, instead of in float32.
         switches: Shares of the steps after which it is converted anew, in order, each with its configuration. State
             starts afresh; weights and the optimizer's moments stay.
     """
@@ -65,14 +68,21 @@ class Variant:
     calibrated: bool = False
     ulp: bool = False
     switches: tuple[tuple[float, fp8.Fp8Config | None], ...] = ()
+    moments_in_fp8: bool = False
+    bf16_weights: bool = False
+
+    @property
+    def optimizer(self) -> Any:
+        """AdamW; the learning rate is an argument of each step, so that all share one program."""
+        return MOMENTS_IN_FP8 if self.moments_in_fp8 else ADAMW
 
 
-OPTIMIZER = optax.chain(
+ADAMW = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.scale_by_adam(b2=0.95),
     optax.add_decayed_weights(0.1, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
 )
-"""AdamW; the learning rate is an argument of each step, so that all share one program."""
+MOMENTS_IN_FP8 = quantized_state(ADAMW)
 
 type Record = dict[str, Any]
 """`losses` of all steps; `validation` and `validation_bf16`, the weights' loss without FP8: pairs of step and loss."""
@@ -98,11 +108,13 @@ def train(
     plain = _initial(task, key)
     if variant.ulp:
         plain = jax.tree.map(lambda w: jnp.nextafter(w, jnp.inf) if eqx.is_inexact_array(w) else w, plain)
+    if variant.bf16_weights:
+        plain = fp8.cast_params(plain, jnp.bfloat16)
     batches, validation = task.batches(seed, schedule.steps), task.validation(seed)
     keys = jax.random.split(jax.random.fold_in(key, 1), schedule.steps)
     inputs = (batches, keys, schedule.learning_rates(), schedule.scales())
     phases = {round(share * schedule.steps): config for share, config in ((0.0, variant.config), *variant.switches)}
-    model, moments = plain, OPTIMIZER.init(fp8.trainable(plain))
+    model, moments = plain, variant.optimizer.init(in_float32(fp8.trainable(plain)))
     record: Record = {"losses": [], "validation": [], "validation_bf16": []}
     marks = sorted({*phases, *range(0, schedule.steps, schedule.every), schedule.steps})
     for start, end in zip(marks, marks[1:], strict=False):
@@ -111,7 +123,7 @@ def train(
             moments = fp8.transfer_optimizer_state(moments, old, model)
             if variant.calibrated and phases[start] is not None:
                 model = fp8.calibrate(model, task.loss, [tuple(jnp.asarray(x[start]) for x in batches)])
-        (model, moments), losses = _steps(task.loss, (model, moments), _part(inputs, start, end))
+        (model, moments), losses = _steps(task.loss, variant.optimizer, (model, moments), _part(inputs, start, end))
         record["losses"] += np.asarray(losses, float).tolist()
         for name, of in (("validation", model), ("validation_bf16", fp8.restore_linear_layers(model))):
             record[name].append((end, float(_evaluate(task.loss, of, validation))))
@@ -120,6 +132,11 @@ def train(
             advance(schedule.steps - end)
             break
     return record
+
+
+def in_float32(tree: Any) -> Any:
+    """What the optimizer computes with; nothing changes with weights in float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _part(inputs: Any, start: int, end: int) -> Any:
@@ -136,7 +153,7 @@ def _converted(model: Any, config: fp8.Fp8Config | None) -> Any:
 
 
 @eqx.filter_jit
-def _steps(loss: Callable[..., jax.Array], state: Any, inputs: Any) -> tuple[Any, jax.Array]:
+def _steps(loss: Callable[..., jax.Array], optimizer: Any, state: Any, inputs: Any) -> tuple[Any, jax.Array]:
     """The training loop as one program, and the loss of each step."""
     arrays, static = eqx.partition(state, eqx.is_array)
 
@@ -148,9 +165,12 @@ def _steps(loss: Callable[..., jax.Array], state: Any, inputs: Any) -> tuple[Any
 
         value, gradients = fp8.filter_value_and_grad(scaled)(model)
         overwrites, gradients = fp8.partition_for_grad_overwrite(gradients)
+        gradients, params = in_float32(gradients), in_float32(fp8.trainable(model))
         gradients = jax.tree.map(lambda g: g / scale, gradients)
-        updates, moments = OPTIMIZER.update(gradients, moments, fp8.trainable(model))
-        model = fp8.apply_updates(model, jax.tree.map(lambda u: -rate * u, updates), overwrites)
+        updates, moments = optimizer.update(gradients, moments, params)
+        in_bf16 = any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(fp8.trainable(model)))
+        updates = jax.tree.map(lambda u: -rate * u, updates)
+        model = fp8.apply_updates(model, updates, overwrites, key=key if in_bf16 else None)
         return eqx.filter((model, moments), eqx.is_array), value / scale
 
     arrays, losses = jax.lax.scan(step, arrays, inputs)

@@ -38,6 +38,7 @@ RECIPES = {
     "rowwise_wgrad_bf16": _variant("rowwise_wgrad_bf16"),
     "deepseek": _variant("deepseek"),
     "mxfp8": _variant("mxfp8"),
+    "mxfp4_mxfp8": _variant("mxfp4_mxfp8"),
     "static": _variant("static", calibrated=True),
     "nvfp4": _variant("nvfp4"),
 }
@@ -194,7 +195,16 @@ MIDDLE = {"bf16 + 1 ulp": TWIN} | {
 }
 """8-bit recipes with the first quarter of the steps in bf16, and the last one too."""
 
-STRESS = {name: RECIPES[name] for name in RECIPES if name not in ("rowwise_wgrad_bf16", "static")}
+MEMORY = {
+    "bf16 + 1 ulp": TWIN,
+    "moments in FP8": Variant(moments_in_fp8=True),
+    "bf16 weights, rounded stochastically": Variant(bf16_weights=True),
+    "both": Variant(moments_in_fp8=True, bf16_weights=True),
+}
+"""What takes less memory than float32 weights and moments, all else in bf16. FP8 moments need `--hidden 128`: blocks of
+128 elements lie along the last axis."""
+
+STRESS = {name: RECIPES[name] for name in RECIPES if name not in ("rowwise_wgrad_bf16", "static")} | MEMORY
 
 SUITES = {
     "recipes": RECIPES,
@@ -204,6 +214,7 @@ SUITES = {
     "nvfp4": NVFP4,
     "phases": PHASES,
     "middle": MIDDLE,
+    "memory": MEMORY,
     "stress": STRESS,
 }
 """Variants by name; bf16 is compared with in each."""

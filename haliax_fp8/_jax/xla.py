@@ -79,6 +79,14 @@ def not_merged_across_layers[T](values: T) -> T:
     return lax.optimization_barrier(values)
 
 
+def once_computed[T](values: T, first: Any) -> T:
+    """Values that are read after something else that was computed from them.
+
+    Otherwise XLA merges what is computed from them before and after, and keeps it in memory in between.
+    """
+    return lax.optimization_barrier((values, first))[0]
+
+
 def side_by_side(parts: Sequence[Array]) -> Array:
     """Arrays joined along the last axis, in a launch that XLA merges with others.
 

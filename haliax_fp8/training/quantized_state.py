@@ -1,7 +1,7 @@
 """quantized_state: an optimizer's moments in FP8, with a scale for every 128 elements."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import equinox as eqx
@@ -13,11 +13,13 @@ import optax
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Literal
-from jaxtyping import Array, Float32, Shaped, UInt8, UInt32
+from jaxtyping import Array, Bool, Float32, Shaped, UInt8, UInt32
 from rich.console import RenderableType
 
+from .._jax.xla import once_computed
 from .._numerics.checks import require_integer
-from .._numerics.formats import E4M3, saturating_cast, spacing_of
+from .._numerics.formats import E4M3, spacing_of
+from .._numerics.rounding import hashed, random_bits
 from .._printing.printable import Printable, new_table
 from ..layers.walk import path_string
 
@@ -104,9 +106,10 @@ def quantized_state(
       could change only with the scale of its block. Random bits are a hash of the step, the array and the element, so a
       resumed run takes the same ones.
 
-    **While an update runs**, XLA keeps the new moments of one array at a time in float32, between the reduction that
-    measures its blocks and the rounding: 8 bytes per element of the largest array, with two moments. In a stack of
-    layers, that array holds all layers.
+    **While an update runs**, no moments are in float32 in memory: compiled for an NVIDIA GPU, an elementwise optimizer
+    takes two launches for each array, one that measures the blocks and one that computes the update and rounds. Both
+    read gradient and moments, and compute the optimizer's arithmetic. Where that is no elementwise function of the
+    moments, XLA computes it again for each of them, and may keep arrays in float32; the numbers are the same.
 
     Args:
         optimizer: Any Optax optimizer, also one made of `optax.chain`, `optax.masked` or `optax.multi_transform`; it
@@ -165,9 +168,20 @@ def quantized_state(
             )
         dtypes = jax.tree.map(lambda x: x.dtype, updates)
         wide = None if params is None else optax.tree.cast(params, jnp.float32)
-        updates, new = inner.update(optax.tree.cast(updates, jnp.float32), state.dequantize(), wide, **extra)
+        updates = optax.tree.cast(updates, jnp.float32)
+        of = lambda state: inner.update(updates, state.dequantize(), wide, **extra)
+        # XLA keeps in memory what is computed once and read several times, which would be all new moments in float32.
+        # So whatever reads them has its own copy of the optimizer's arithmetic, and XLA computes it in two launches:
+        # both reductions, and the rest.
+        largest = _reduced(_largest, state, of(state)[1])
+        state = _read_again(state, state.scales)
+        smallest = _reduced(_smallest, state, of(state)[1])
+        blocks = _blocks(largest, smallest)
+        state = _read_again(state, blocks)
+        _, new = of(state)
+        updates, _ = of(_read_again(state, blocks))
         updates = jax.tree.map(lambda x, dtype: x.astype(dtype), updates, dtypes)
-        return updates, _stored(state, new, state.step + np.uint32(1))
+        return updates, _stored(state, new, state.step + np.uint32(1), blocks)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -184,7 +198,13 @@ def with_moments_of(optimizer: Any, opt_state: Any, params: Any) -> Any:
         ValueError: If the state is not that of such an optimizer.
     """
     wide = jax.tree.map(lambda node: node.dequantize() if _is_state(node) else node, opt_state, is_leaf=_is_state)
-    stored = lambda node, new: _stored(node, new, node.step) if _is_state(node) else new
+
+    def stored(node: Any, new: Any) -> Any:
+        if not _is_state(node):
+            return new
+        blocks = _blocks(_reduced(_largest, node, new), _reduced(_smallest, node, new))
+        return _stored(node, new, node.step, blocks)
+
     try:
         return jax.tree.map(stored, optimizer.init(params), wide, is_leaf=_is_state)
     except (ValueError, TypeError) as error:
@@ -287,52 +307,118 @@ def _is_state(node: Any) -> TypeGuard[QuantizedState]:
     return isinstance(node, QuantizedState)
 
 
-def _stored(state: QuantizedState, new: Any, step: UInt32[Array, ""]) -> QuantizedState:
+class _Blocks(NamedTuple):
+    """What the blocks of an array share; see `quantized_state` for the formulas.
+
+    Args:
+        largest: Their largest magnitudes, infinite or NaN as they are.
+        exponent: Their exponents.
+    """
+
+    largest: Float32[Array, "*blocks"]
+    exponent: Float32[Array, "*blocks"]
+
+    @staticmethod
+    def of(largest: Float32[Array, "*blocks"], smallest: Float32[Array, "*blocks"]) -> "_Blocks":
+        """From the largest magnitudes and the smallest of nonzero elements."""
+        range_of_block = jnp.log(largest) - jnp.log(smallest)
+        exponent = jnp.minimum(_LOG_RANGE / range_of_block, np.float32(_MAX_EXPONENT))
+        # Blocks of zeros, and those with an infinity or NaN, whose data do not matter.
+        exponent = jnp.where(exponent > 0.0, exponent, np.float32(1.0))
+        return _Blocks(largest, exponent)
+
+
+def _reduced(reduction: Callable[[Array], Array], state: QuantizedState, new: Any) -> list[Array | None]:
+    """For each array of an optimizer's new state a number for each block; None where the old one is not quantized."""
+    pairs = zip(jax.tree.leaves(new), state.scales, strict=True)
+    return [None if scale is None else reduction(jnp.abs(_in_blocks(x))) for x, scale in pairs]
+
+
+def _largest(magnitude: Float32[Array, "*blocks block"]) -> Float32[Array, "*blocks"]:
+    return jnp.max(magnitude, axis=-1)
+
+
+def _smallest(magnitude: Float32[Array, "*blocks block"]) -> Float32[Array, "*blocks"]:
+    """Of elements that count as nonzero; 0 or subnormal if there are none."""
+    # Bits are in the order of the numbers, and wrap around for those below the smallest normal one. XLA keeps in memory
+    # what a selection would read twice.
+    tiny = lax.bitcast_convert_type(np.finfo(np.float32).tiny, jnp.uint32)
+    smallest = jnp.min(lax.bitcast_convert_type(magnitude, jnp.uint32) - tiny, axis=-1)
+    return lax.bitcast_convert_type(smallest + tiny, jnp.float32)
+
+
+def _blocks(largest: list[Array | None], smallest: list[Array | None]) -> list[_Blocks | None]:
+    pairs = zip(largest, smallest, strict=True)
+    return [None if a is None or b is None else _Blocks.of(a, b) for a, b in pairs]
+
+
+def _read_again(state: QuantizedState, first: Sequence[Any]) -> QuantizedState:
+    """The state, which XLA reads again after something else was computed, for each array.
+
+    Args:
+        state: The state.
+        first: What is computed before an array is read again; None for arrays that are not quantized.
+    """
+    leaves, structure = jax.tree.flatten(state.optimizer)
+    stored = zip(leaves, state.scales, state.exponents, first, strict=True)
+    again = [(x, s, k) if s is None else once_computed((x, s, k), after) for x, s, k, after in stored]
+    data, scales, exponents = zip(*again, strict=True) if again else ((), (), ())
+    return QuantizedState(state.step, structure.unflatten(data), scales, exponents, state.unquantized)
+
+
+def _stored(state: QuantizedState, new: Any, step: UInt32[Array, ""], blocks: list[_Blocks | None]) -> QuantizedState:
     """An optimizer's new state, quantized where the old one is."""
     leaves, structure = jax.tree.flatten(new)
-    of_step = _hashed(step)
-    stored = [
-        (x, None, None) if scale is None else _quantized(x, _hashed(of_step ^ np.uint32(index)))
-        for index, (x, scale) in enumerate(zip(leaves, state.scales, strict=True))
+    of_step = hashed(step)
+    data = [
+        x if of is None else _rounded(x, of, hashed(of_step ^ np.uint32(index)))
+        for index, (x, of) in enumerate(zip(leaves, blocks, strict=True))
     ]
-    data, scales, exponents = zip(*stored, strict=True) if stored else ((), (), ())
+    scales = tuple(None if of is None else jnp.where(jnp.isfinite(of.largest), of.largest, jnp.nan) for of in blocks)
+    exponents = tuple(None if of is None else of.exponent for of in blocks)
     return QuantizedState(step, structure.unflatten(data), scales, exponents, state.unquantized)
 
 
 def _dequantized(
     data: UInt8[Array, "*shape"], scale: Float32[Array, "*blocks"], exponent: Float32[Array, "*blocks"]
 ) -> Float32[Array, "*shape"]:
-    blocks = _in_blocks(lax.bitcast_convert_type(data, E4M3.dtype).astype(jnp.float32))
+    q = lax.bitcast_convert_type(data, E4M3.dtype).astype(jnp.float32)
     # In two factors: one may be too small for float32 where its product with the scale is not.
-    root = jnp.exp(jnp.log(jnp.abs(blocks) / np.float32(E4M3.max)) / (np.float32(2.0) * exponent[..., None]))
-    return (jnp.sign(blocks) * (scale[..., None] * root * root)).reshape(data.shape)
+    exponent, scale = _of_elements(np.float32(2.0) * exponent), _of_elements(scale)
+    root = jnp.exp(jnp.log(jnp.abs(q) / np.float32(E4M3.max)) / exponent)
+    return jnp.sign(q) * (scale * root * root)
 
 
-def _quantized(x: Float32[Array, "*shape"], seed: UInt32[Array, ""]) -> tuple[Array, Array, Array]:
-    """Data, scale and exponent; see `quantized_state` for the formulas."""
-    blocks = _in_blocks(x)
-    magnitude = jnp.abs(blocks)
-    # Compilers flush subnormal numbers to zero, some of them and in some places.
-    is_zero = magnitude < np.finfo(np.float32).tiny
-    largest = jnp.max(magnitude, axis=-1, keepdims=True)
-    smallest = jnp.min(jnp.where(is_zero, jnp.inf, magnitude), axis=-1, keepdims=True)
+def _is_zero(magnitude: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:
+    """Compilers flush subnormal numbers to zero, some of them and in some places."""
+    return magnitude < np.finfo(np.float32).tiny
+
+
+def _rounded(x: Float32[Array, "*shape"], of: _Blocks, seed: UInt32[Array, ""]) -> UInt8[Array, "*shape"]:
+    """An array's data: the bits of E4M3 values."""
+    largest, exponent = _of_elements(of.largest), _of_elements(of.exponent)
+    magnitude = jnp.abs(x)
+    is_zero = _is_zero(magnitude)
     logs = jnp.log(jnp.where(is_zero, largest, magnitude)) - jnp.log(largest)
-    range_of_block = jnp.log(largest) - jnp.log(smallest)
-    exponent = jnp.minimum(_LOG_RANGE / range_of_block, np.float32(_MAX_EXPONENT))
-    # Blocks of zeros, and those with an infinity or NaN, whose data do not matter.
-    exponent = jnp.where(exponent > 0.0, exponent, np.float32(1.0))
     limits = np.float32(E4M3.smallest_normal), np.float32(E4M3.max)
     q = lax.clamp(limits[0], jnp.exp(exponent * logs) * limits[1], limits[1])
     spacing = spacing_of(q, E4M3)
     lower = jnp.floor(q / spacing) * spacing
     # Both neighbors over the magnitude: the one may be too small for float32, and the other too large.
     below, above = (jnp.exp(jnp.log(n / limits[1]) / exponent - logs) for n in (lower, lower + spacing))
-    is_up = _uniform(x.shape, seed).reshape(blocks.shape) * (above - below) < np.float32(1.0) - below
-    rounded = jnp.where(is_zero, np.float32(0.0), jnp.where(is_up, lower + spacing, lower))
-    data = saturating_cast(jnp.copysign(rounded, blocks), E4M3).reshape(x.shape)
-    scale = jnp.where(jnp.isfinite(largest), largest, jnp.nan)
-    return lax.bitcast_convert_type(data, jnp.uint8), scale[..., 0], exponent[..., 0]
+    is_up = _uniform(x.shape, seed) * (above - below) < np.float32(1.0) - below
+    # What was measured may be an ulp below the largest element, whose upper neighbor would be the bits of NaN.
+    rounded = jnp.minimum(jnp.where(is_up, lower + spacing, lower), limits[1])
+    # Normal values of E4M3 all: the middle bits of a float32. XLA would copy the result of a cast to E4M3 once more to
+    # read it as bytes.
+    bits = lax.bitcast_convert_type(rounded, jnp.uint32) >> np.uint32(23 - E4M3.mantissa_bits)
+    bits -= np.uint32((127 - _BIAS) << E4M3.mantissa_bits)
+    sign = jnp.where(x < 0.0, np.uint32(0x80), np.uint32(0))
+    return (jnp.where(is_zero, np.uint32(0), bits) | sign).astype(jnp.uint8)
 
+
+# Of E4M3's exponents.
+_BIAS = 7
 
 _LOG_RANGE = np.float32(math.log(E4M3.max / E4M3.smallest_normal))
 
@@ -341,19 +427,15 @@ def _in_blocks(x: Shaped[Array, "*shape"]) -> Shaped[Array, "..."]:
     return x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
 
 
-def _uniform(shape: tuple[int, ...], seed: UInt32[Array, ""]) -> Float32[Array, "*shape"]:
-    """Numbers in [0, 1): a hash of the index, of 24 bits.
+def _of_elements(x: Float32[Array, "*blocks"]) -> Float32[Array, "..."]:
+    """What blocks share, for each of their elements.
 
-    JAX's own generator takes ten times as many operations, more than reading and writing the moments takes time.
+    XLA fuses what reads it with the optimizer's own arithmetic, which does not know of blocks; arrays in the shape of
+    blocks it computes several times, or keeps.
     """
-    index = jnp.zeros(shape, jnp.uint32)
-    for axis, stride in enumerate(math.prod(shape[axis + 1 :]) for axis in range(len(shape))):
-        index += lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
-    return (_hashed(index ^ seed) >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
+    return jnp.broadcast_to(x[..., None], (*x.shape, BLOCK)).reshape(*x.shape[:-1], x.shape[-1] * BLOCK)
 
 
-def _hashed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Chris Wellons's `lowbias32`, in which each bit of the input changes half of the output's."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
-    return x ^ (x >> np.uint32(16))
+def _uniform(shape: tuple[int, ...], seed: UInt32[Array, ""]) -> Float32[Array, "*shape"]:
+    """Numbers in [0, 1), of 24 bits."""
+    return (random_bits(shape, seed) >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
 from .._jax.errors import calls_users_function
+from .._numerics.rounding import Rounding
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
 from ..layers.checks import (
@@ -52,7 +53,7 @@ from .step_arguments import (
     require_order,
     require_state_of,
 )
-from .updates import apply_exact_updates, in_float32, trainable_part
+from .updates import apply_exact_updates, in_float32, require_bfloat16, trainable_part
 
 
 M = TypeVar("M")
@@ -83,6 +84,10 @@ class TrainStep(eqx.Module):
             with `"gathered_once"` it also gathers them once, if each device holds a part.
         reduce_gradients: `ReduceOnce(over="data")` adds up gradients on each device, and over devices once per step, in
             the dtype that it names. None leaves it to XLA: in the products' dtype, under FSDP in each microbatch.
+        parameter_rounding: How the sum of a bfloat16 parameter and its update is rounded. `Rounding.STOCHASTIC` trains
+            without float32 masters: to nearest, most updates are too small to change a bfloat16 number, while rounded
+            up or down at random they arrive whole on average. Every step then needs a `key`, and the optimizer sees
+            parameters and gradients in float32, so that its state and updates are float32 too.
         rules: The `Fp8Config(rules=...)` with which the model was converted, to find the kernels of your own layer
             classes.
         has_aux: Whether `loss_fn` returns `(loss, aux)`, as in `eqx.filter_value_and_grad`. `aux`, any tree, is then
@@ -95,12 +100,13 @@ class TrainStep(eqx.Module):
 
     Raises:
         ValueError: If `loss_fn` is not a function, `optimizer` is not an optimizer, `microbatches` is not an integer
-            of at least 1, `quantize_kernels` is not a `KernelQuantization` or the name of one, or `rules` is not a
-            tuple of rules. When called: if `microbatches` does not divide a batch, if `loss_fn` cannot be called with
-            it or returns anything but one number, if `opt_state` belongs to another model, if model or `opt_state` were
-            given to an earlier step with `donate=True`, if `key` is not a single key or is meant for `loss_fn`, if the
-            model lacks its state, has quantized kernels or uncalibrated static scales, or inside `jit` with a monitor;
-            with `quantize_kernels="once"` and `"gathered_once"` also where the function `quantize_kernels` raises.
+            of at least 1, `quantize_kernels` is not a `KernelQuantization` or the name of one, `parameter_rounding` is
+            not a `Rounding`, or `rules` is not a tuple of rules. When called: if `microbatches` does not divide a
+            batch, if `loss_fn` cannot be called with it or returns anything but one number, if `opt_state` belongs to
+            another model, if model or `opt_state` were given to an earlier step with `donate=True`, if `key` is not a
+            single key, is missing for `parameter_rounding` or is meant for `loss_fn`, if the model lacks its state, has
+            quantized kernels or uncalibrated static scales, or inside `jit` with a monitor; with
+            `quantize_kernels="once"` and `"gathered_once"` also where the function `quantize_kernels` raises.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
@@ -119,6 +125,7 @@ class TrainStep(eqx.Module):
         default=KernelQuantization.IN_EACH_MICROBATCH, static=True, converter=as_kernel_quantization
     )
     reduce_gradients: ReduceOnce | None = eqx.field(default=None, static=True)
+    parameter_rounding: Rounding = eqx.field(default=Rounding.TO_NEAREST, static=True)
     rules: tuple[LayerRule, ...] = eqx.field(default=default_rules, static=True)
     has_aux: bool = eqx.field(default=False, static=True)
     recompute_in_scans: bool = eqx.field(default=True, static=True)
@@ -131,6 +138,7 @@ class TrainStep(eqx.Module):
             donate=self.donate,
             has_aux=self.has_aux,
             recompute_in_scans=self.recompute_in_scans,
+            parameter_rounding=self.parameter_rounding,
             monitor=self.monitor,
         )
         require_reduction(self.reduce_gradients)
@@ -145,7 +153,8 @@ class TrainStep(eqx.Module):
 
         Raises:
             ValueError: If a step could not train the model: it was made by `serving.quantize_for_inference`, its state
-                was changed or is in another part, or it has quantized kernels.
+                was changed or is in another part, or it has quantized kernels; or if `parameter_rounding` is stochastic
+                and it has no parameters in bfloat16, or some in float16.
         """
         require_model(model, "step.init(model)")
         require_weights(model, "model", "Train the model that it was made from")
@@ -154,9 +163,11 @@ class TrainStep(eqx.Module):
         check_not_modified(model)
         require_whole_state(model)
         require_no_quantized_kernels(model)
+        if self.parameter_rounding.needs_key:
+            require_bfloat16(model, "model", f"{self._given_rounding} is for bfloat16 parameters")
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
-        opt_state = self.optimizer.init(trainable_part(model))
+        opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
         return opt_state if self.monitor is None else counted(opt_state)
 
     def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
@@ -225,7 +236,8 @@ class TrainStep(eqx.Module):
             model: The model.
             opt_state: From `init`, or from the previous step.
             *batch: The arguments of `loss_fn` after the model.
-            key: A new key in each step, for recipes with stochastic rounding. See `with_rounding_keys`.
+            key: A new key in each step, for recipes with stochastic rounding, see `with_rounding_keys`, and for
+                `parameter_rounding`.
             loss_key: A new key in each step, for losses with dropout or other random numbers; `loss_fn` gets it as its
                 argument `key`. With microbatches, each gets one of `jax.random.split(loss_key, microbatches)`.
 
@@ -239,6 +251,11 @@ class TrainStep(eqx.Module):
         call = "step(model, opt_state, *batch)"
         require_model(model, call)
         require_call(self.loss_fn, batch, key, loss_key, call=call, before=(opt_state,))
+        if self.parameter_rounding.needs_key and key is None:
+            raise ValueError(
+                f"key is missing: {self._given_rounding} draws random numbers in each step. Pass a new key each time, "
+                "as in step(model, opt_state, *batch, key=jax.random.fold_in(key, index))"
+            )
         optimizer_state = opt_state.optimizer if isinstance(opt_state, CountedState) else opt_state
         leaves, structure = jax.tree.flatten((model, optimizer_state))
         ops = _checked_ops(structure)
@@ -264,6 +281,15 @@ class TrainStep(eqx.Module):
             metrics = metrics | due.metrics(measured, due.prefix)
         is_counted = isinstance(opt_state, CountedState)
         return model, CountedState(opt_state.steps + 1, optimizer_state) if is_counted else optimizer_state, metrics
+
+    def _for_optimizer[T](self, tree: T) -> T:
+        """Parameters or gradients in the dtype in which the optimizer sees them."""
+        return in_float32(tree) if self.parameter_rounding.needs_key else tree
+
+    @property
+    def _given_rounding(self) -> str:
+        """The choice of rounding as its user wrote it."""
+        return f"parameter_rounding={self.parameter_rounding}"
 
     @property
     def _without_monitor(self) -> "TrainStep":
@@ -307,9 +333,9 @@ def _run(
     step, inputs = not_donated
     model, opt_state = jax.tree.unflatten(structure, leaves)
     batch_gradients, measured = _gradients(step, inputs, model)
-    params = trainable_part(model)
+    params = step._for_optimizer(trainable_part(model))
     try:
-        updates, opt_state = step.optimizer.update(batch_gradients.gradients, opt_state, params)
+        updates, opt_state = step.optimizer.update(step._for_optimizer(batch_gradients.gradients), opt_state, params)
     except Exception as error:
         require_state_of(step.optimizer.init, params, opt_state, model, error)
         raise
@@ -318,7 +344,8 @@ def _run(
     metrics |= _output_grad_amax_ratio(model, batch_gradients.overwrites)
     if step.has_aux:
         metrics["aux"] = batch_gradients.aux
-    model = apply_exact_updates(model, updates, batch_gradients.overwrites)
+    key = inputs.key if step.parameter_rounding.needs_key else None
+    model = apply_exact_updates(model, updates, batch_gradients.overwrites, key)
     return *jax.tree.flatten((model, opt_state)), metrics, measured
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from .._jax.errors import is_about_deleted_array
 from .._numerics.checks import require_bool
+from .._numerics.rounding import Rounding
 from .._op import Fp8DotGeneral
 from .._state.op_state import is_state
 from ..layers.checks import holds_optimizer_state
@@ -61,7 +62,9 @@ def require_model_first(model: Any, loss_fn: Any, call: str) -> None:
         )
 
 
-def require_choices(*, microbatches: Any, donate: Any, has_aux: Any, recompute_in_scans: Any, monitor: Any) -> None:
+def require_choices(
+    *, microbatches: Any, donate: Any, has_aux: Any, recompute_in_scans: Any, parameter_rounding: Any, monitor: Any
+) -> None:
     """Raises a ValueError unless a step's choices are of the kinds that they must be."""
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(
@@ -71,6 +74,11 @@ def require_choices(*, microbatches: Any, donate: Any, has_aux: Any, recompute_i
     require_bool("donate", donate, of="TrainStep")
     require_bool("has_aux", has_aux, of="TrainStep")
     require_bool("recompute_in_scans", recompute_in_scans, of="TrainStep")
+    if not isinstance(parameter_rounding, Rounding):
+        raise ValueError(
+            f"parameter_rounding={parameter_rounding!r} must be Rounding.TO_NEAREST or Rounding.STOCHASTIC, of "
+            "haliax_fp8.recipes"
+        )
     if monitor is not None and not isinstance(monitor, Monitor):
         raise ValueError(
             f"monitor={monitor!r} does not say when to measure; use haliax_fp8.statistics.every(100), or None"

@@ -1,6 +1,7 @@
 """The end of a training step: splits state from parameters, updates both, and adds up microbatches."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from haliax.quantization import CustomGradientAccumulation
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Key, PyTree, UInt32
 
+from .._numerics.rounding import stochastic_bfloat16
 from .._state.op_state import OpState, OverwriteWithGradient
 from .._state.update import overwrite_states, replace_states
 from ..layers.checks import (
@@ -28,6 +30,7 @@ from ..layers.checks import (
 from ..layers.describe import with_calls_of
 from ..layers.quantized_kernels import require_no_quantized_kernels, without_quantized_kernels
 from .quantized_state import with_moments_of
+from .step_arguments import require_single_key
 
 
 def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
@@ -66,7 +69,7 @@ def split_state[T](tree: T) -> tuple[T, T]:
     return haxq.partition_for_grad_overwrite(without_quantized_kernels(tree))
 
 
-def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
+def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree, *, key: Key[Array, ""] | None = None) -> T:
     """The model after a step: parameters plus their updates, and the new state that the gradients carried.
 
     State is not copied from the gradient: each layer's scale and history are recomputed from the model's own state and
@@ -77,6 +80,10 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
         module: The model before the step.
         updates: The optimizer's updates: the structure of the model, with None where nothing is updated.
         overwrites: The first part of `partition_for_grad_overwrite(gradients)`.
+        key: A new key in each step, to round sums to bfloat16 parameters stochastically: up or down at random, so that
+            on average an update arrives whole, however small. It may be the key of `with_rounding_keys`. Give the
+            optimizer parameters and gradients in float32, from which it makes updates in float32. By default sums are
+            rounded to nearest.
 
     Returns:
         The model for the next step, its parameters in their own dtype.
@@ -84,31 +91,66 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
     Raises:
         ValueError: If `updates` or `overwrites` do not have the model's structure, or are swapped; if the model has
             quantized kernels, or is a part without its state; if gradients were cast to float16 before state was split
-            from them; outside `jit`, if anything but its own update changed the model's state.
+            from them; outside `jit`, if anything but its own update changed the model's state; with `key`, if it is not
+            a single key, or if the model has no parameters in bfloat16, or some in float16.
     """
     require_model(module, "apply_updates(module, updates, overwrites)", "module")
     check_not_modified(module)
     require_calibrated(module)
     require_whole_state(module)
     require_no_quantized_kernels(module, "module")
-    return _applied(module, updates, overwrites, overwrite_states)
+    if key is not None:
+        require_single_key(key)
+        require_bfloat16(module, "module", "key is for bfloat16 parameters")
+    return _applied(module, updates, overwrites, overwrite_states, key)
 
 
-def apply_exact_updates[M](module: M, updates: Any, overwrites: Any) -> M:
+def require_bfloat16(model: Any, name: str, reason: str) -> None:
+    """Raises a ValueError unless a model has parameters that are rounded to bfloat16, and none in float16.
+
+    Args:
+        model: The model.
+        name: Its name as an argument.
+        reason: What asks for bfloat16.
+    """
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(trainable_part(model))}
+    if np.dtype(jnp.bfloat16) not in dtypes or np.dtype(jnp.float16) in dtypes:
+        has = ", ".join(sorted(map(str, dtypes))) or "no dtype"
+        raise ValueError(
+            f"{reason}, and {name} has parameters in {has}: cast them with cast_params({name}, jnp.bfloat16), or round "
+            "to nearest, which is the default"
+        )
+
+
+def apply_exact_updates[M](module: M, updates: Any, overwrites: Any, key: Key[Array, ""] | None) -> M:
     """`apply_updates` without recomputing scales and histories, which these gradients already contain.
 
     Args:
         module: As in `apply_updates`, but checked before.
         updates: As in `apply_updates`.
         overwrites: From `filter_grad` or `filter_value_and_grad`, of one batch.
+        key: As in `apply_updates`.
     """
-    return _applied(module, updates, overwrites, replace_states)
+    return _applied(module, updates, overwrites, replace_states, key)
+
+
+# Apart from what `with_rounding_keys` and microbatches derive from the same key, which count from 0.
+_FOR_PARAMETERS = 2**32 - 1
 
 
 def _applied(
-    module: Any, updates: Any, overwrites: Any, new_states: Callable[[list[OpState], list[OpState]], list[OpState]]
+    module: Any,
+    updates: Any,
+    overwrites: Any,
+    new_states: Callable[[list[OpState], list[OpState]], list[OpState]],
+    key: Key[Array, ""] | None,
 ) -> Any:
     pairs: list[tuple[OpState, OpState]] = []
+    seeds = itertools.repeat(None)
+    if key is not None:
+        count = len(jax.tree.leaves(updates))
+        seeds = iter(jax.random.bits(jax.random.fold_in(key, _FOR_PARAMETERS), (count,), jnp.uint32))
+    add = lambda update, parameter: _add(update, parameter, None if update is None else next(seeds))
 
     def apply(leaf: Any, update: Any, overwrite: Any) -> Any:
         if isinstance(leaf, OverwriteWithGradient):
@@ -137,7 +179,7 @@ def _applied(
                 "split from them. Call apply_updates(model, updates, overwrites) with overwrites, grads = "
                 "partition_for_grad_overwrite(grads), and updates from the optimizer"
             )
-        return jax.tree.map(_add, update, leaf, is_leaf=lambda node: node is None)
+        return jax.tree.map(add, update, leaf, is_leaf=lambda node: node is None)
 
     try:
         applied = jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
@@ -173,7 +215,7 @@ class _Pending:
     index: int
 
 
-def _add(update: Array | None, parameter: Any) -> Any:
+def _add(update: Array | None, parameter: Any, seed: UInt32[Array, ""] | None) -> Any:
     if update is None:  # nothing to differentiate: a function, integers
         return parameter
     if not eqx.is_array_like(update):
@@ -183,6 +225,8 @@ def _add(update: Array | None, parameter: Any) -> Any:
         )
     if parameter.shape != update.shape:
         raise ValueError(f"updates have an array of shape {update.shape} for a parameter of shape {parameter.shape}")
+    if seed is not None and parameter.dtype == jnp.bfloat16:
+        return stochastic_bfloat16(parameter.astype(jnp.float32) + update.astype(jnp.float32), seed)
     dtype = common_dtype(parameter.dtype, update.dtype)
     return (parameter.astype(dtype) + update.astype(dtype)).astype(parameter.dtype)
 

@@ -913,7 +913,7 @@ CHANGES = (
     Change(
         "moments are rounded to nearest",
         "training/quantized_state.py",
-        "_uniform(x.shape, seed).reshape(blocks.shape) * (above - below)",
+        "_uniform(x.shape, seed) * (above - below)",
         "np.float32(0.5) * (above - below)",
         ("test_quantized_state.py::test_a_second_moment_follows_its_own_gradient",),
     ),
@@ -923,6 +923,27 @@ CHANGES = (
         "exponent = jnp.where(exponent > 0.0, exponent, np.float32(1.0))",
         "exponent = jnp.ones_like(exponent)",
         ("test_quantized_state.py::test_tiny_second_moments_do_not_blow_updates_up",),
+    ),
+    Change(
+        "weights in bfloat16 are rounded toward zero",
+        "_numerics/rounding.py",
+        "(random_bits(x.shape, seed) >> np.uint32(16))",
+        "(random_bits(x.shape, seed) >> np.uint32(32 - 1))",
+        ("test_rounding.py::test_bfloat16_neighbors_are_drawn_with_the_probability_of_the_definition",),
+    ),
+    Change(
+        "all weights draw the same numbers",
+        "training/updates.py",
+        "None if update is None else next(seeds)",
+        "None if update is None or key is None else jax.random.bits(key, (), jnp.uint32)",
+        ("test_parameter_rounding.py::test_small_updates_arrive_whole_on_average",),
+    ),
+    Change(
+        "new moments are kept in float32 during an update",
+        "training/quantized_state.py",
+        "updates, _ = of(_read_again(state, blocks))",
+        "updates, new = of(state)",
+        ("test_compiled_updates.py::test_an_update_reads_gradient_and_moments_twice_and_keeps_no_moment_in_float32",),
     ),
     Change(
         "an update is rounded before it is added",

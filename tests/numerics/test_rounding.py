@@ -14,6 +14,7 @@ from helpers import assert_same, unchecked
 from jax.sharding import AxisType, PartitionSpec as P
 
 import haliax_fp8 as fp8
+from haliax_fp8._numerics.rounding import stochastic_bfloat16
 from haliax_fp8._state.table import guarded, unguarded
 from haliax_fp8.recipes import (
     E2M1,
@@ -512,3 +513,28 @@ def test_what_is_no_single_key_is_an_error(key):
 def test_models_without_random_rounding_take_keys_and_ignore_them():
     model = linear(dataclasses.replace(RANDOM_GRADIENT, output_grad=NEAREST))
     assert jax.tree.structure(fp8.with_rounding_keys(model, KEY)) == jax.tree.structure(model)
+
+
+# --- bfloat16 ---------------------------------------------------------------------------------------------------------
+
+
+def test_bfloat16_neighbors_are_drawn_with_the_probability_of_the_definition():
+    """`hi` with probability `(x - lo) / (hi - lo)`, in numbers of float64."""
+    draws = 4096
+    x = np.float32([1.0 + 2.0**-9, -3.14159, 1e-30, -7e37, 0.999, 1.0 + 2.0**-20, 255.9, 2.0**-127 * 1.3])
+    found = stochastic_bfloat16(jnp.broadcast_to(x[:, None], (len(x), draws)), jnp.uint32(7))
+    found = np.asarray(found, np.float64)
+    # bfloat16 is float32 without its lower 16 bits.
+    lower = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    upper = (lower.view(np.uint32) + np.uint32(0x10000)).view(np.float32)
+    assert ((found == lower[:, None]) | (found == upper[:, None])).all()
+    expected = (x.astype(np.float64) - lower) / (upper.astype(np.float64) - lower)
+    share = (found == upper[:, None]).mean(axis=1)
+    assert (np.abs(share - expected) < 4 * np.sqrt(expected * (1 - expected) / draws) + 2.0**-16).all()
+
+
+def test_bfloat16_keeps_what_it_represents_and_what_is_not_finite():
+    x = np.float32([0.0, -0.0, 1.0, -1.5, 2.0**-126, np.inf, -np.inf, np.nan] * 64)
+    found = np.asarray(stochastic_bfloat16(jnp.asarray(x), jnp.uint32(1)), np.float32)
+    np.testing.assert_array_equal(found, x)
+    assert (np.signbit(found) == np.signbit(x))[~np.isnan(x)].all()

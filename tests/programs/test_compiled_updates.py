@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from compiled_models import KINDS, SwiGLU, abstract, inputs, loss_of, on
@@ -11,6 +12,7 @@ import haliax_fp8 as fp8
 from haliax_fp8.preflight.hlo import parse_hlo
 from haliax_fp8.preflight.program import entry_sites, launches, opened
 from haliax_fp8.recipes import MaxOfHistory, RecoveringMax
+from haliax_fp8.training import quantized_state
 
 
 LENGTH = 1024
@@ -58,3 +60,27 @@ def test_histories_are_reduced_and_written_once(name, device, rule, count, compi
     # writes these tables as well. `TrainStep` does not look: nothing can have averaged its gradients.
     times = 2 if name == "scan" else 1
     assert size(written, LENGTH + 2) == times * rows * (LENGTH + 2)
+
+
+@pytest.mark.slow
+def test_an_update_reads_gradient_and_moments_twice_and_keeps_no_moment_in_float32(compiled):
+    """With moments in FP8 and weights that are rounded stochastically."""
+    optimizer, shape = quantized_state(optax.adamw(1e-4)), (4, 1024, 2048)
+    in_float32 = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def step(params, grads, state, words):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimizer.update(in_float32(grads), state, in_float32(params))
+        return fp8.apply_updates(params, updates, {"w": None}, key=jax.random.wrap_key_data(words)), state
+
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
+    state = jax.eval_shape(lambda: optimizer.init({"w": jnp.zeros(shape, jnp.bfloat16)}))
+    words = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    text, _ = compiled(step, params, params, state, words, device="h100")
+    reads = {"grads": 0, "mu": 0, "nu": 0}
+    for launch in launches(entry_sites(parse_hlo(text))):
+        names = [site.instruction.name for site in launch.operands if site.instruction.shape.dims == shape]
+        for array in reads:
+            reads[array] += any(array in name for name in names)
+        assert all(math.prod(x.dims) < math.prod(shape) for x in launch.results if x.dtype == "f32")
+    assert reads == {"grads": 2, "mu": 2, "nu": 2}

@@ -18,6 +18,7 @@ from haliax_fp8 import TrainStep, fp8_linear_layers, trainable, transfer_optimiz
 from haliax_fp8.checkpoints import load_into, save
 from haliax_fp8.memory import HostOptimizer
 from haliax_fp8.training import QuantizedState, quantized_state
+from haliax_fp8.training.quantized_state import _Blocks, _rounded
 
 
 SIZE = 128
@@ -265,9 +266,15 @@ def test_every_optimizer_trains_resumes_and_changes_precision(name, tree, tmp_pa
     assert jax.tree.structure(unrounded) == jax.tree.structure(wide)
     again = transfer_optimizer_state(unrounded, trained, trained, optimizer=in_fp8.optimizer)
     assert jax.tree.structure(again) == jax.tree.structure(state)
-    for (*_, a), (*_, b) in zip(moments(again), moments(state), strict=True):
+    exponents = [pair for pair in zip(again.exponents, state.exponents, strict=True) if pair[0] is not None]
+    for (*_, a), (*_, b), (k, other) in zip(moments(again), moments(state), exponents, strict=True):
+        # An update computes the smallest element of a block and its data in two programs. Where the element is what
+        # cancellation left, they differ, and what was stored has another range than what was measured.
+        same = jnp.abs(k - other) <= 1e-4 * other
+        assert (~same).sum() <= 0.05 * same.size
         # Of a value that float32 computes just beside the grid, the other neighbor may be drawn.
-        assert (jnp.abs(a - b) > 1e-3 * jnp.abs(b)).sum() <= 1e-4 * a.size
+        moved = (jnp.abs(a - b) > 1e-3 * jnp.abs(b)) & jnp.repeat(same, SIZE, axis=-1)
+        assert moved.sum() <= 1e-4 * a.size
     expected = losses_of(in_fp8, trained, state, 2)[2]
     for go_on, other in ((in_float32, unrounded), (in_fp8, again)):
         assert losses_of(go_on, trained, other, 2)[2] == pytest.approx(expected, rel=1e-3)
@@ -414,6 +421,14 @@ def test_moments_in_the_host_are_quantized_in_layers():
         assert float(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).mean()) < 0.1 * float(moved)
     with pytest.raises(ValueError, match=r"one layer otherwise than that of a stack.*min_size=0"):
         HostOptimizer(quantized_state(optax.adamw(1e-2), min_size=2**13 + 1)).init(params)
+
+
+def test_an_element_an_ulp_beyond_its_blocks_measured_maximum_stays_finite():
+    """The maximum and the data come from two programs, which may round differently."""
+    x = jnp.full((4096, SIZE), 1.0 + 2.0**-20).at[:, 0].set(0.25)
+    blocks = _Blocks.of(jnp.ones((4096, 1)), jnp.full((4096, 1), 0.25))
+    data = np.asarray(_rounded(x, blocks, jnp.uint32(1))).view(ml_dtypes.float8_e4m3fn)
+    assert np.isfinite(data.astype(np.float32)).all()
 
 
 # -- What it takes --
