@@ -359,7 +359,7 @@ def test_explanations(tmp_path):
     for layout in LAYOUTS:
         tensors, config = checkpoint(layout)
         found = explain_folder(write(tmp_path / layout, tensors, config))
-        in_fp8, scales, others, integers, unknown = found.held.values()
+        in_fp8, in_four, scales, others, integers, unknown = found.held.values()
         assert found.layout == layout and in_fp8.count == len(weights())
         assert in_fp8.bytes == sum(tensors[name].size for name in weights()) and unknown.count == integers.count == 0
         assert scales.bytes == sum(array.nbytes for name, array in tensors.items() if name.endswith(("scale", "inv")))
