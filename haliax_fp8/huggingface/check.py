@@ -598,11 +598,12 @@ class Checked:
                 weights = [self.tensors.get(f"{partner}{WEIGHT}") for partner in partners]
                 if None in weights:
                     continue
-                in_fp8 = {is_quantized(weight) for weight in weights if weight}
-                if len(in_fp8) > 1:
-                    problem = f"some of {what} are quantized and some are not; engines merge them"
+                are_quantized = {is_quantized(weight) for weight in weights if weight}
+                if len(are_quantized) > 1:
+                    bits = next(bits_of(weight) for weight in weights if weight and is_quantized(weight))
+                    problem = f"some of {what} are in {bits} and some are not; engines merge them"
                     yield self._fault(first, problem, "quantize all of them, or add all to `ignore`")
-                elif True in in_fp8:
+                elif True in are_quantized:
                     if len({id(layout.of(partner)) for partner in partners}) > 1:
                         problem = f"{what} are in different groups of config_groups; engines merge them"
                         yield self._fault(first, problem, "quantize all of them in one scheme")

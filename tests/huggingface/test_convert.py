@@ -370,7 +370,7 @@ def test_explanations(tmp_path):
         tensors |= {f"model.layers.0.self_attn.{name}_scale": np.ones(1, np.float32) for name in "kv"}
         found = explain_folder(write(tmp_path / "more", tensors, config))
         scales = sum("scale" in name for name in tensors)
-        assert [kind.count for kind in found.held.values()][1:3] == [scales, len(tensors) - scales - len(weights())]
+        assert [kind.count for kind in found.held.values()][2:4] == [scales, len(tensors) - scales - len(weights())]
         (row,) = (line.split() for line in str(found).splitlines() if line.split()[:1] == ["all"])
         assert row[:3] == ["all", str(len(tensors)), f"{sum(array.nbytes for array in tensors.values()):,}"]
     assert BLOCKS and LINEAR
