@@ -168,8 +168,7 @@ def engine_of(python: str | None, model: Transformer) -> Iterator[Engine]:
 
 def served(model: Transformer, layout: str) -> Transformer:
     """The model as it is served in this process."""
-    schemes = {"FP8": "static", "FP8_DYNAMIC": "dynamic"}
-    return quantize_for_inference(cast_params(model, jnp.bfloat16), schemes[layout])
+    return quantize_for_inference(cast_params(model, jnp.bfloat16), layout)
 
 
 @eqx.filter_jit

@@ -85,6 +85,11 @@ class Stored:
             "these with the library that wrote the file"
         )
 
+    @property
+    def parts(self) -> tuple["Stored", ...]:
+        """The tensors of files that it is made of: itself, unless a subclass says otherwise."""
+        return (self,)
+
     def require_known(self) -> None:
         """Raises a BrokenCheckpoint if its type is not known."""
         if (problem := self.unreadable) is not None:
@@ -98,8 +103,11 @@ class Stored:
             return words
         return np.memmap(self.file, np.uint8, "r", offset=self.offset, shape=(self.bytes,))
 
-    def array(self) -> np.ndarray:
+    def array(self, index: tuple[int, ...] = ()) -> np.ndarray:
         """Its values, mapped and read-only: bytes are read as they are used.
+
+        Args:
+            index: Which part, along the first axes; all by default.
 
         Raises:
             BrokenCheckpoint: If its type is not known.
@@ -109,7 +117,8 @@ class Stored:
         if self.offset % self.dtype.itemsize:
             words = np.array(words)  # not aligned: a view would not be allowed
             words.flags.writeable = False
-        return np.asarray(words).view(self.dtype).reshape(self.shape)
+        array = np.asarray(words).view(self.dtype).reshape(self.shape)
+        return array[index] if index else array
 
 
 def read_header(path: pathlib.Path, described: dict[str, str] | None = None) -> dict[str, Stored]:

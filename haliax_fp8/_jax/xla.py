@@ -70,6 +70,14 @@ def not_constant[T](value: T) -> T:
     return lax.optimization_barrier(value)
 
 
+def divisor_of_each(divisor: Array, shape: tuple[int, ...]) -> Array:
+    """A divisor, repeated for the elements of an array, by which each is divided.
+
+    XLA would compute the reciprocal of one divisor for all, and multiply by it: other last bits.
+    """
+    return lax.optimization_barrier(jnp.broadcast_to(divisor, shape))
+
+
 def not_merged_across_layers[T](values: T) -> T:
     """Values of several layers whose users stay apart.
 

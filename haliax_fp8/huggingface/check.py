@@ -20,6 +20,7 @@ from ..layers.tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_
 from .codes import Codes, count_codes, looked_through
 from .configuration import NotSupported, presented, read_layout
 from .folder import CONFIG, TensorFolder
+from .four_bits import E2M1, TwoLevels
 from .layout import (
     CACHE_SCALES,
     E4M3,
@@ -39,6 +40,9 @@ from .sizes import multiplies_by_norms, size_faults
 
 # A weight whose data, times their scales, are as large as this has lost its scales, or was quantized twice.
 _LARGE, _LIMIT = 112.0, 448.0
+
+# No weight in four bits has so many scales and all of them equal to 1.
+_FEW_SCALES = 32
 
 # Engines flush smaller scales to zero; and what is larger overflows.
 _SMALLEST, _LARGEST = np.float32(2.0**-126), float(np.finfo(np.float32).max)
@@ -98,10 +102,11 @@ class CheckReport(Printable):
     Args:
         directory: The folder.
         layout: Its layout; empty if it could not be read.
-        quantized: The number of weights in FP8.
+        quantized: The number of weights in FP8 or in four bits.
         tensors: The number of tensors.
         faults: What is wrong; errors first.
         converter: If the layout is not supported here, which tool converts it; otherwise empty.
+        in_four_bits: How many of the quantized weights are in four bits.
     """
 
     directory: pathlib.Path
@@ -110,6 +115,7 @@ class CheckReport(Printable):
     tensors: int
     faults: tuple[Fault, ...]
     converter: str = ""
+    in_four_bits: int = 0
 
     @property
     def errors(self) -> tuple[Fault, ...]:
@@ -131,7 +137,10 @@ class CheckReport(Printable):
         summary = f"{self.directory.resolve().name}: {self.layout or 'not readable'}"
         if self.layout:
             summary += f", {self.tensors} tensors"
-            summary += "" if self.converter else f", {self.quantized} weights in FP8"
+            counts = {"FP8": self.quantized - self.in_four_bits, "four bits": self.in_four_bits}
+            counts = {kind: n for kind, n in counts.items() if n} or {"FP8": 0}
+            shown = "".join(f", {n} weights in {kind}" for kind, n in counts.items())
+            summary += "" if self.converter else shown
         summary += f"; {self.verdict}"
         if not self.faults:
             return Text(f"{summary}: {self.converter}", "yellow") if self.converter else Text(summary, "green")
@@ -176,8 +185,11 @@ def check_folder(
         found = tuple(Fault(*found) for found in _without_layout(folder))
         return CheckReport(path, other.layout, 0, len(folder.tensors), found, other.remedy)
     faults = sorted(dict.fromkeys(checked.faults(progress)), key=lambda fault: not fault.is_error)
-    quantized = sum(map(is_fp8, checked.tensors.values()))
-    return CheckReport(path, layout_name(checked.layout), quantized, len(checked.tensors), tuple(faults))
+    quantized = sum(map(is_quantized, checked.tensors.values()))
+    four = sum(stored.dtype == E2M1 for stored in checked.tensors.values())
+    name = layout_name(checked.layout)
+    count = sum(len(stored.parts) for stored in checked.tensors.values())
+    return CheckReport(path, name, quantized, count, tuple(faults), in_four_bits=four)
 
 
 def _without_layout(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
@@ -195,9 +207,15 @@ def layout_name(layout: Layout | None) -> str:
     return "not quantized" if layout is None else layout.name
 
 
-def is_fp8(stored: Stored) -> bool:
-    """Whether a tensor is in one of the 8-bit formats of floating point."""
-    return stored.dtype.itemsize == 1 and stored.dtype.name.startswith("float8") and stored.dtype != E8M0
+def is_quantized(stored: Stored) -> bool:
+    """Whether a tensor is in one of the formats of floating point of eight bits or four."""
+    dtype = stored.dtype
+    return dtype == E2M1 or (dtype.itemsize == 1 and dtype.name.startswith("float8") and dtype != E8M0)
+
+
+def bits_of(stored: Stored) -> str:
+    """What messages call the format of a quantized weight."""
+    return "four bits" if stored.dtype == E2M1 else "FP8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,13 +284,13 @@ class Checked:
         if self.folder.has_changed(name):
             yield self._fault(name, "its bytes have changed since it was written", "copy the file again")
             return
-        if is_fp8(stored):
+        if is_quantized(stored):
             yield from self._of_data(name, stored)
         elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
             yield from self._of_scale(name, stored)
         if stored.unreadable is not None:
             yield self._fault(name, stored.unreadable, "or leave it out if the model does not need it")
-        elif not is_fp8(stored) and "scale" not in name.rpartition(".")[2]:
+        elif not is_quantized(stored) and "scale" not in name.rpartition(".")[2]:
             yield from self._of_plain(name)
 
     def of_folder(self) -> Iterator[Fault]:
@@ -301,26 +319,31 @@ class Checked:
     # --- Weights in FP8, and their scales ---
 
     def _of_data(self, name: str, stored: Stored) -> Iterator[Fault]:
-        layer, axes = name.removesuffix(WEIGHT), len(stored.shape)
+        layer, axes, bits = name.removesuffix(WEIGHT), len(stored.shape), bits_of(stored)
         layout = None if self.layout is None else self.layout.of(layer)
         remedy = f"dequantize {layer} with its scale and write it in bfloat16"
         if layout is None:
-            wrong = "it is in FP8, and config.json has no quantization_config: engines take its bytes for the weights"
+            wrong = (
+                f"it is in {bits}, and config.json has no quantization_config: engines take its bytes for the weights"
+            )
             remedy = f"add the {KEY} of the layout that the folder was written in"
-        elif stored.dtype != E4M3:
+        elif stored.dtype not in (E4M3, E2M1):
             wrong = f"it is in {stored.shown}; weights for engines are in float8_e4m3fn"
             remedy = "dequantize it, and quantize it again in that dtype"
+        elif name.endswith(WEIGHT) and stored.dtype != layout.format.dtype and layer not in self.ignored:
+            wrong = f"it is in {bits}, and the layout {layout.name} has weights in {layout.format.dtype}"
+            remedy = f"name its layer in the group of config.json that has it in {bits}, or quantize it again"
         elif not name.endswith(WEIGHT):
-            wrong = "it is in FP8 without a scale; only weights of layers may be in FP8"
+            wrong = f"it is in {bits} without a scale; only weights of layers may be in {bits}"
         elif _TABLES.search(layer) or (is_norm(layer) and axes == 1):
-            wrong = "it is in FP8, and engines read embeddings and norms without scales"
+            wrong = f"it is in {bits}, and engines read embeddings and norms without scales"
         elif axes not in (2, 3):
-            wrong = f"it is in FP8 with shape {stored.shape}; weights of linear layers have the axes [out, in]"
+            wrong = f"it is in {bits} with shape {stored.shape}; weights of linear layers have the axes [out, in]"
         elif layer in self.ignored:
-            wrong = "it is in FP8, and `ignore` lists the layer: engines take its bytes for the weights"
+            wrong = f"it is in {bits}, and `ignore` lists the layer: engines take its bytes for the weights"
             remedy = f"remove {layer} from `ignore`"
         elif is_head(layer) and self.folder.config.get("tie_word_embeddings"):
-            wrong = "it is in FP8, and tie_word_embeddings is true: some engines use the embedding in its place"
+            wrong = f"it is in {bits}, and tie_word_embeddings is true: some engines use the embedding in its place"
             remedy = "remove the head and its scales, or set tie_word_embeddings to false"
         else:
             codes = count_codes(self.folder[name], layout.block((stored.shape[-2], stored.shape[-1])))
@@ -332,7 +355,7 @@ class Checked:
 
     def _of_codes(self, name: str, codes: Codes) -> Iterator[Fault]:
         """What the data of a weight show without its scales."""
-        looks_fnuz = codes.zeros >= 32 and not codes.has_negative_zeros
+        looks_fnuz = self.tensors[name].dtype == E4M3 and codes.zeros >= 32 and not codes.has_negative_zeros
         remedy = "view its bytes as float8_e4m3fnuz, dequantize that, and quantize it again in float8_e4m3fn"
         if codes.nan:
             hint = ": they look like float8_e4m3fnuz" if looks_fnuz else ""
@@ -356,13 +379,15 @@ class Checked:
             yield from self._of_input(self._present(layer, layout.input_scale_names), stored)
         if (scale := self.tensors.get(scale_name)) is None:
             names = " or ".join((scale_name, *layout.scale_names[1:]))
-            problem = f"it is in FP8 and has no {names}: some engines take its bytes for the weights"
+            problem = f"it is in {bits_of(stored)} and has no {names}: some engines take its bytes for the weights"
             yield self._fault(name, problem, "add the scale that multiplies it, or export the folder again")
             return
         # With `fp8`, exponents may be powers of two in float32, as DeepSeek-V3.1 has them.
         right = FLOATS if not layout.exponents else EXPONENTS + (FLOATS if layout.method == "fp8" else ())
         shapes = layout.scale_shapes(stored.shape)
-        if scale.dtype not in right:
+        if layout.has_units and (found := self._of_unit(scale, stored)) is not None:
+            yield found
+        elif scale.dtype not in right:
             expected = " or ".join(dtype.name for dtype in right)
             yield self._fault(
                 scale_name, f"it is in {scale.shown}; its layout has {expected}", f"write it in {right[0].name}"
@@ -373,10 +398,33 @@ class Checked:
             has = f"a weight of shape {stored.shape} has {' or '.join(map(str, shapes))} in this layout"
             remedy = "transpose the weight" if transposed else "correct the strategy or block size in config.json"
             yield self._fault(scale_name, f"it has shape {scale.shape}; {has}{hint}", remedy)
-        elif found := self._bad_values(scale_name):
+        elif found := self._bad_values(scale_name, or_zero=layout.has_units):
             yield self._fault(scale_name, *found)
         elif math.prod(stored.shape):
             yield from self._of_magnitudes(name, scale_name, layout, codes)
+
+    def _of_unit(self, scale: Stored, weight: Stored) -> Fault | None:
+        """What is wrong with the two levels of scales of a weight in NVFP4."""
+        fault = lambda part, problem, remedy: Fault(part.file.name, part.name, problem, remedy)
+        blocks, name = (scale.blocks, scale.tensor_name) if isinstance(scale, TwoLevels) else (scale, "")
+        if blocks.dtype != E4M3:
+            return fault(blocks, f"it is in {blocks.shown}; its layout has {E4M3}", f"write it in {E4M3}")
+        assert isinstance(scale, TwoLevels)
+        if (unit := scale.tensor) is None:
+            problem = (
+                f"it is missing, and blocks in NVFP4 have scales that it {'divides' if scale.divides else 'multiplies'}"
+            )
+            return Fault(blocks.file.name, name, problem, "copy it from the original folder, or quantize it again")
+        experts = math.prod(weight.shape[:-2])
+        if unit.dtype not in FLOATS:
+            return fault(unit, f"it is in {unit.shown}; scales of tensors are in float32", "write it in float32")
+        if math.prod(unit.shape) not in {1, experts}:
+            return fault(unit, f"it has shape {unit.shape}; a weight has one", "write the one of the weight")
+        values = as_float32(unit.array())
+        if not (np.isfinite(values) & (values > 0)).all():
+            problem = f"it is {float(values[~(np.isfinite(values) & (values > 0))][0])}; a scale is a positive factor"
+            return fault(unit, problem, "compute it again: amax / 2688 of the weight, or 2688 / amax if it divides")
+        return None
 
     def _of_input(self, name: str, weight: Stored) -> Iterator[Fault]:
         if (stored := self.tensors.get(name)) is None:
@@ -395,18 +443,22 @@ class Checked:
 
     def _of_magnitudes(self, name: str, scale_name: str, layout: Layout, codes: Codes) -> Iterator[Fault]:
         """Data and scales that do not belong together."""
-        shape, found = self.tensors[name].shape, codes.amaxes
+        shape, found, limit = self.tensors[name].shape, codes.amaxes, layout.format.max
         if not found.any():
             yield self._all_zero(name)
             return
         scale = self._value(scale_name).reshape(found.shape)
         with np.errstate(over="ignore"):
             largest = float((found * scale).max())
-        if count := int(((scale < _SMALLEST) & (found > 0)).sum()):
+        is_zero = (scale == 0) & layout.has_units
+        if count := int(((scale < _SMALLEST) & (found > 0) & ~is_zero).sum()):
             problem = f"{count} of {scale.size} scales are below 2**-126, which engines flush to zero"
             yield self._fault(scale_name, problem, _QUANTIZE_AGAIN)
-        elif not math.isfinite(largest) or (largest >= _LARGE and scale.min() >= 0.25):
+        elif not math.isfinite(largest) or (largest >= _LARGE and scale.min() * limit >= _LARGE):
             problem = f"data * scale reaches {largest:.0f}: the scales are lost, or it was quantized twice"
+            yield self._fault(scale_name, problem, _QUANTIZE_AGAIN)
+        elif limit < _LARGE and scale.size >= _FEW_SCALES and (scale == 1).all():
+            problem = "all of its scales are 1, and data * scale are the codes alone: the scales are lost"
             yield self._fault(scale_name, problem, _QUANTIZE_AGAIN)
         elif codes.is_clipped:
             problem = f"{codes.limits / math.prod(shape):.1%} of its elements are 448 or -448: its scales are too small"
@@ -434,7 +486,7 @@ class Checked:
         elif weight is None:
             problem = f"it is a scale, but {layer}{WEIGHT} is missing"
             yield self._fault(name, problem, "add the weight, or remove the scale")
-        elif not is_fp8(weight):
+        elif not is_quantized(weight):
             problem = f"it is a scale, and {layer}{WEIGHT} is in {weight.shown}, which has none"
             yield self._fault(name, problem, "remove the scale, or quantize the weight")
         elif layout is not None:
@@ -453,14 +505,18 @@ class Checked:
         """The first scale of a layer that is there by one of its names; by the first of these if there is none."""
         return next((name for kind in names if (name := f"{layer}.{kind}") in self.tensors), f"{layer}.{names[0]}")
 
-    def _bad_values(self, name: str, *, positive_or_absent: bool = False) -> tuple[str, str] | None:
+    def _bad_values(
+        self, name: str, *, positive_or_absent: bool = False, or_zero: bool = False
+    ) -> tuple[str, str] | None:
         """A problem of a scale's values and its remedy."""
         scale = self._value(name)
         # Engines write -1 for a scale of keys and values that is not there.
         wrong = {
             "NaN": np.isnan(scale),
             "infinite": np.isinf(scale),
-            "zero or negative; a scale is a positive factor": (scale <= 0) & ~((scale == -1) & positive_or_absent),
+            # In NVFP4 small blocks of a tensor may have the scale 0.
+            "zero or negative; a scale is a positive factor": (scale < 0 if or_zero else scale <= 0)
+            & ~((scale == -1) & positive_or_absent),
         }
         what = next((what for what, x in wrong.items() if x.any()), None)
         remedy = "compute it again: amax / 448 of what it scales"
@@ -475,15 +531,16 @@ class Checked:
             problem += "weights again, or ignores their scales, and computes other numbers"
             remedy, is_error = "set quantization_status to 'compressed'", layout.status != "frozen"
             yield Fault(CONFIG, KEY, problem, remedy, is_error)
-        if not any(map(is_fp8, self.tensors.values())):
-            yield Fault(CONFIG, KEY, "it is there, but no tensor is in FP8", f"remove {KEY}")
+        if not any(map(is_quantized, self.tensors.values())):
+            yield Fault(CONFIG, KEY, "it is there, but no tensor is in FP8 or four bits", f"remove {KEY}")
         for layer in self.layers:
             stored = self.tensors[layer + WEIGHT]
-            if is_fp8(stored) or layer in self.ignored or not is_linear(layer, len(stored.shape)):
+            if is_quantized(stored) or layer in self.ignored or not is_linear(layer, len(stored.shape)):
                 continue
             kind = "head" if is_head(layer) else "router" if is_router(layer, self.tensors) else "linear layer"
             # Other methods' engines leave heads and routers alone by themselves.
-            if ("Linear" in layout.targets or layer in self.targeted) and (strict or kind == "linear layer"):
+            is_meant = "Linear" in layout.targets or layer in self.targeted
+            if (is_meant and (strict or kind == "linear layer")) or stored.dtype.kind in "iu":
                 problem = f"this {kind} is in {stored.shown}, and `ignore` does not list {layer}"
                 yield self._fault(
                     layer + WEIGHT, f"{problem}: engines look for its scale", f"add {layer} to `ignore`, or quantize it"
@@ -501,7 +558,9 @@ class Checked:
         by_class = any(_CLASSES.search(target) for target in layout.targets if not target.startswith(REGEX))
         if by_class or not layout.targets:
             return
-        missed = [name for name in self.layers if is_fp8(self.tensors[name + WEIGHT]) and name not in self.targeted]
+        missed = [
+            name for name in self.layers if is_quantized(self.tensors[name + WEIGHT]) and name not in self.targeted
+        ]
         if missed:
             more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
             problem = (
@@ -546,18 +605,32 @@ class Checked:
                 weights = [self.tensors.get(f"{partner}{WEIGHT}") for partner in partners]
                 if None in weights:
                     continue
-                in_fp8 = {is_fp8(weight) for weight in weights if weight}
-                if len(in_fp8) > 1:
-                    problem = f"some of {what} are in FP8 and some are not; engines merge them"
+                are_quantized = {is_quantized(weight) for weight in weights if weight}
+                if len(are_quantized) > 1:
+                    bits = next(bits_of(weight) for weight in weights if weight and is_quantized(weight))
+                    problem = f"some of {what} are in {bits} and some are not; engines merge them"
                     yield self._fault(first, problem, "quantize all of them, or add all to `ignore`")
-                elif True in in_fp8:
+                elif True in are_quantized:
                     if len({id(layout.of(partner)) for partner in partners}) > 1:
                         problem = f"{what} are in different groups of config_groups; engines merge them"
                         yield self._fault(first, problem, "quantize all of them in one layout")
                     else:
                         yield from self._of_partners(layout.of(partners[0]), partners, first, what)
 
+    def _of_units(self, partners: list[str], first: str, what: str) -> Iterator[Fault]:
+        """Scales of tensors in NVFP4 that differ where engines have one."""
+        scales = [self.tensors.get(f"{partner}.weight_scale") for partner in partners]
+        units = [scale.tensor for scale in scales if isinstance(scale, TwoLevels) and scale.tensor is not None]
+        if len(units) == len(partners) and len({unit.array().tobytes() for unit in units if unit.is_known}) > 1:
+            kind = units[0].name.rpartition(".")[2]
+            problem = (
+                f"{kind} of {what} differ: engines that merge them take one for all, and scale some weights wrongly"
+            )
+            yield self._fault(first, problem, "quantize them again with one for all", is_error=False)
+
     def _of_partners(self, layout: Layout, partners: list[str], first: str, what: str) -> Iterator[Fault]:
+        if layout.has_units:
+            yield from self._of_units(partners, first, what)
         kinds = [layout.scale_names] if layout.strategy == "tensor" else []
         kinds += [layout.input_scale_names] if layout.is_static else []
         for kind in kinds:

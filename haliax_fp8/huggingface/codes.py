@@ -5,12 +5,16 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
+from .four_bits import E2M1
 from .layout import E4M3, FLOATS
 
 
 # A weight whose largest element is this, of 448, has scales 64 times too large; not one of few different magnitudes.
 _UNUSED, _FEW = 448.0 / 64, 32
 _UNUSED_CODE = int(np.asarray(_UNUSED, E4M3).view(np.uint8))
+
+# The values of E2M1's codes in E4M3.
+_IN_E4M3 = np.arange(16, dtype=np.uint8).view(E2M1).astype(E4M3).view(np.uint8)
 
 # How many elements are looked at together.
 _PART = 1 << 20
@@ -34,7 +38,7 @@ def looked_through(array: np.ndarray) -> tuple[int, bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """What one pass over E4M3 data shows.
+    """What one pass over E4M3 data shows, or over E2M1's values in E4M3.
 
     Args:
         amaxes: The largest magnitude of each block; of experts, one after the other.
@@ -81,7 +85,7 @@ class Codes:
 
 
 def count_codes(data: np.ndarray, block: tuple[int, int]) -> Codes:
-    """Looks through E4M3 data `[out, in]` or `[experts, out, in]`, some megabytes at a time.
+    """Looks through data in E4M3 or E2M1, `[out, in]` or `[experts, out, in]`, some megabytes at a time.
 
     Args:
         data: The data.
@@ -93,10 +97,11 @@ def count_codes(data: np.ndarray, block: tuple[int, int]) -> Codes:
     columns, found, limits, nonzero, has_negative_zeros = np.arange(0, data.shape[-1], width), [], 0, 0, False
     step = max(1, _PART // data.shape[-1])
     matrices = data.view(np.uint8).reshape(-1, *data.shape[-2:])
+    as_e4m3 = lambda part: _IN_E4M3[part] if data.dtype == E2M1 else part
     for matrix in matrices:
         of_rows = []
         for start in range(0, matrix.shape[0], step):
-            part = matrix[start : start + step]
+            part = as_e4m3(matrix[start : start + step])
             # Without its sign, a larger byte is a larger magnitude.
             bits = part & 0x7F
             of_rows.append(np.maximum.reduceat(bits, columns, axis=1))
@@ -111,7 +116,7 @@ def count_codes(data: np.ndarray, block: tuple[int, int]) -> Codes:
         counts = np.zeros(256, np.int64)
         for matrix in matrices:
             for start in range(0, matrix.shape[0], step):
-                counts += np.bincount(matrix[start : start + step].reshape(-1), minlength=256)
+                counts += np.bincount(as_e4m3(matrix[start : start + step]).reshape(-1), minlength=256)
         counts = counts[:128] + counts[128:]
     amaxes = amaxes.view(E4M3).astype(np.float32)
     return Codes(amaxes, data.size, limits, data.size - nonzero, has_negative_zeros, counts)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .._files.strict_json import BrokenCheckpoint
+from .._numerics.formats import E2M1, E4M3
+from . import four_bits
 from .folder import CONFIG, TensorFolder
 from .layout import COMPRESSED, KEY, MODELOPT, Inputs, Layout, named
 
@@ -43,9 +45,12 @@ def read_layout(folder: TensorFolder) -> Layout | None:
 
 
 def presented(folder: TensorFolder) -> TensorFolder:
-    """A folder whose weights and scales have the usual names, whatever its library calls them."""
+    """A folder whose weights and scales have the usual names, whatever its library calls them.
+
+    Those of weights in four bits are presented one code for each element.
+    """
     tensors = {}
-    for name, stored in folder.tensors.items():
+    for name, stored in four_bits.presented(folder.tensors).items():
         layer, dot, last = name.rpartition(".")
         if name != _MARKER:
             tensors[f"{layer}{dot}{_PRESENTED.get(last, last)}"] = stored
@@ -91,15 +96,27 @@ def layout_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None
         raise NotSupported(method, _CONVERTERS[method])
     if not isinstance(method, str) or method not in _READERS:
         raise _wrong(f"quant_method={method!r:.60} is unknown", f"it must be one of {', '.join(map(repr, _READERS))}")
-    if config.get("expert_dtype", found.get("expert_dtype")) in ("fp4", "mxfp4"):
-        remedy = "dequantize its experts with the scripts in the model's own repository, and save them in bfloat16"
-        raise NotSupported(f"{method} with experts in MXFP4", remedy)
-    return _READERS[method](found)
+    layout, experts = _READERS[method](found), found.get("expert_dtype", config.get("expert_dtype"))
+    return _with_experts(layout) if method == "fp8" and experts in ("fp4", "mxfp4") else layout
+
+
+def _with_experts(layout: Layout) -> Layout:
+    """The layout of DeepSeek-V4: its code says which layers are in FP8, and the experts of routers are in MXFP4."""
+    every = dataclasses.replace(layout, targets=())
+    inputs = Inputs("group", size=layout.size[1]) if layout.size else layout.inputs
+    experts = dataclasses.replace(
+        every, strategy="group", size=(1, 32), inputs=inputs, exponents=True, format=E2M1, targets=(_EXPERTS,)
+    )
+    return dataclasses.replace(every, groups=(every, experts))
+
+
+# The layers of experts of a router; others have other names.
+_EXPERTS = r"re:.*\bexperts\."
 
 
 def _modelopt(found: Mapping[str, Any]) -> Layout:
     algorithm = str(found.get("quant_algo")).upper()
-    if algorithm in ("NVFP4", "W4A16_NVFP4", "W4A16_AWQ", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL", "MIXED_PRECISION"):
+    if algorithm in ("W4A16_AWQ", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL", "MIXED_PRECISION"):
         raise NotSupported(f"modelopt {algorithm}", _CONVERTERS["modelopt"])
     if algorithm not in _MODELOPT:
         raise _wrong(f"quant_algo={found.get('quant_algo')!r:.60} is unknown", f"it must be one of {list(_MODELOPT)}")
@@ -122,6 +139,11 @@ def _hugging_face(found: Mapping[str, Any]) -> Layout:
 
 def _fbgemm(found: Mapping[str, Any]) -> Layout:
     return Layout("fbgemm_fp8", "channel", None, Inputs("token"), ignore=_left_alone(found))
+
+
+def _gpt_oss(found: Mapping[str, Any]) -> Layout:
+    how: dict[str, Any] = {"exponents": True, "format": E2M1, "targets": (_EXPERTS,), "ignore": _left_alone(found)}
+    return Layout("mxfp4", "group", (1, 32), None, **how)
 
 
 def _torchao(found: Mapping[str, Any]) -> Layout:
@@ -152,6 +174,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
     "fp8": _hugging_face,
     "modelopt": _modelopt,
     "fbgemm_fp8": _fbgemm,
+    "mxfp4": _gpt_oss,
     "torchao": _torchao,
 }
 
@@ -160,16 +183,17 @@ _MODELOPT = {
     "FP8_PER_CHANNEL_PER_TOKEN": Layout("modelopt", "channel", None, Inputs("token")),
     "FP8_PB_WO": Layout("modelopt", "block", (128, 128), None),
     "MXFP8": Layout("modelopt", "group", (1, 32), Inputs("group", size=32), exponents=True),
+    "NVFP4": dataclasses.replace(named["NVFP4"], method="modelopt"),
+    "W4A16_NVFP4": dataclasses.replace(named["NVFP4A16"], method="modelopt"),
 }
 
 # Which tool makes weights in high precision of methods and formats that are not read here.
 _SAVE = "and save the model in bfloat16"
 _BY_LIBRARY = f"load it with Transformers and the library of that method, dequantize its weights, {_SAVE}"
 _CONVERTERS = {
-    "mxfp4": f"load it with Transformers and Mxfp4Config(dequantize=True), {_SAVE}",
     "bitsandbytes": f"load it with Transformers, call model.dequantize(), {_SAVE}",
     "compressed-tensors": f"load it with Transformers and CompressedTensorsConfig(run_compressed=False), {_SAVE}",
-    "modelopt": "quantize the original model again with ModelOpt, in FP8 or MXFP8",
+    "modelopt": "quantize the original model again with ModelOpt, in FP8, MXFP8 or NVFP4",
     "torchao": f"load it with Transformers and torchao, call dequantize() of each weight, {_SAVE}",
     "quanto": f"load it with optimum-quanto, call dequantize() of each weight, {_SAVE}",
     "gptq": f"load it with GPTQModel, dequantize its weights, {_SAVE}",
@@ -179,11 +203,8 @@ _CONVERTERS = {
 )
 
 # Formats of compressed-tensors: those that are read, and the others.
-_FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized")
-_OTHER_FORMATS = (
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "pack-quantized", "int-quantized", "marlin-24"),
-    *("sparse-bitmask", "sparse-24-bitmask"),
-)
+_FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
+_OTHER_FORMATS = ("pack-quantized", "int-quantized", "marlin-24", "sparse-bitmask", "sparse-24-bitmask")
 
 
 def _compressed_tensors(found: Mapping[str, Any]) -> Layout:
@@ -213,54 +234,66 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Layout:
 
 
 def _group(name: str, group: Any, format: str) -> Layout:
-    where = f"config_groups.{name}"
-    weights = _float8(group, "weights", where)
-    strategy, size = _one_of(weights, "strategy", ("tensor", "channel", "block", "group")), None
-    if strategy in ("block", "group"):
+    where, in_four = f"config_groups.{name}", format.endswith("fp4-pack-quantized")
+    weights = _floats(group, "weights", where, (4,) if in_four else (8,))
+    strategy, size = _one_of(weights, "strategy", _STRATEGIES["weights"]), None
+    strategy = "group" if strategy == "tensor_group" and in_four else strategy
+    if strategy in ("block", "group", "tensor_group"):
         size = _pair(weights, "block_structure") if strategy == "block" else (1, _positive(weights, "group_size"))
-    exponents = format == "mxfp8-quantized"
-    if exponents and (strategy, size) != ("group", (1, 32)):
-        problem = f"format 'mxfp8-quantized' has groups of 32, and {where} has {strategy} {size}"
-        raise _wrong(problem, "correct the format or the group_size")
+    exponents = format.startswith("mx")
+    of_format = {"mxfp8-quantized": 32, "mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}.get(format)
+    if strategy == "tensor_group" or (of_format and (strategy, size) != ("group", (1, of_format))):
+        problem = f"format {format!r} has {f'groups of {of_format}' if of_format else 'scales in one level'}"
+        raise _wrong(f"{problem}, and {where} has {strategy} {size}", "correct the format or the group_size")
     inputs = None
     if group.get("input_activations") is not None:
-        given = _float8(group, "input_activations", where)
-        kind, dynamic = _one_of(given, "strategy", ("tensor", "token", "group")), given.get("dynamic")
-        if type(dynamic) is not bool:
+        given = _floats(group, "input_activations", where, (4, 8) if in_four else (8,))
+        kind, dynamic = _one_of(given, "strategy", _STRATEGIES["inputs"]), given.get("dynamic")
+        bits, is_local = given["num_bits"], kind == "tensor_group" and dynamic == "local"
+        if type(dynamic) is not bool and not is_local:
             problem = f"{where}.input_activations has dynamic={dynamic!r:.20}"
-            raise _wrong(problem, "it must be true or false")
+            raise _wrong(problem, "it must be true or false, or 'local' with the strategy 'tensor_group'")
         if not dynamic and kind != "tensor":
             problem = f"static inputs have one scale, and {where} has the strategy {kind!r}"
             raise _wrong(problem, "set dynamic to true, or the strategy to 'tensor'")
-        inputs = Inputs(kind, dynamic, _positive(given, "group_size") if kind == "group" else 0)
+        of_group = _positive(given, "group_size") if kind in ("group", "tensor_group") else 0
+        kind = "group" if kind == "tensor_group" else kind
+        inputs = Inputs(kind, bool(dynamic) and not is_local, of_group, E2M1 if bits == 4 else E4M3)
     if not (targets := _names(group, "targets")):
         raise _wrong(f"{where} has no targets; engines would quantize nothing", "set them to ['Linear']")
-    return Layout(COMPRESSED, strategy, size, inputs, exponents, targets=targets)
+    return Layout(COMPRESSED, strategy, size, inputs, exponents, targets=targets, format=E2M1 if in_four else E4M3)
 
 
-def _float8(group: Any, key: str, where: str) -> Mapping[str, Any]:
+_STRATEGIES = {
+    "weights": ("tensor", "channel", "block", "group", "tensor_group"),
+    "inputs": ("tensor", "token", "group", "tensor_group"),
+}
+
+
+def _floats(group: Any, key: str, where: str, bits: tuple[int, ...]) -> Mapping[str, Any]:
     scheme = group.get(key) if isinstance(group, Mapping) else None
     if not isinstance(scheme, Mapping):
         raise _wrong(f"{where} has no object {key!r}", "copy it from the original folder")
-    _require_float8(scheme, f"{where}.{key}")
+    _require_float(scheme, f"{where}.{key}", bits)
     if scheme.get("symmetric", True) is not True:
-        problem = f"{where}.{key} has symmetric={scheme['symmetric']!r:.20}, and FP8 has no zero points"
+        problem = f"{where}.{key} has symmetric={scheme['symmetric']!r:.20}, and floating point has no zero points"
         raise _wrong(problem, "set it to true")
     return scheme
 
 
-def _require_float8(scheme: Mapping[str, Any], where: str) -> None:
+def _require_float(scheme: Mapping[str, Any], where: str, allowed: tuple[int, ...] = (8,)) -> None:
     bits, kind = scheme.get("num_bits"), scheme.get("type")
-    if type(bits) is not int or (bits, kind) != (8, "float"):
+    if type(bits) is not int or bits not in allowed or kind != "float":
         problem = f"{where} has num_bits={bits!r:.20}, type={kind!r:.20}"
-        raise _wrong(f"{problem}; in this format it is 8 and 'float'", "set them to these, as whole numbers")
+        right = " or ".join(map(str, allowed))
+        raise _wrong(f"{problem}; in this format it is {right} and 'float'", "set them to these, as whole numbers")
 
 
 def _cached(found: Mapping[str, Any], key: str) -> bool:
     """Whether keys and values are in FP8."""
     scheme = found.get(key)
     if isinstance(scheme, Mapping):
-        _require_float8(scheme, key)
+        _require_float(scheme, key)
     elif scheme is not None and not (isinstance(scheme, str) and scheme.upper() == "FP8"):
         raise _wrong(f"{key}={scheme!r:.40} is unknown", "write {'num_bits': 8, 'type': 'float'}, or null for none")
     return scheme is not None

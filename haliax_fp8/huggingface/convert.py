@@ -2,13 +2,14 @@
 
 import dataclasses
 import enum
+import functools
 import itertools
 import json
 import math
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import DTypeLike
@@ -21,9 +22,21 @@ from ..layers.tensor_names import is_head, is_linear, is_router
 from .check import check_folder
 from .configuration import presented, read_layout
 from .folder import CONFIG, INDEX, TensorFolder, new_folder, write_tensors
-from .layout import CACHE_SCALES, E4M3, KEY, PLAIN, Layout, as_layout, require_elements
-from .scaled_matrix import Rows, ScaledMatrix, are_exponents, parts_of, quantized, spread
-from .tensors import Tensor, Values, tensors_in
+from .layout import CACHE_SCALES, KEY, PLAIN, Layout, as_layout, require_elements
+from .scaled_matrix import (
+    Rows,
+    ScaledMatrix,
+    are_exponents,
+    coarsened,
+    in_two_levels,
+    largest,
+    parts_of,
+    quantized,
+    quantized_in_two_levels,
+    recast,
+    spread,
+)
+from .tensors import Tensor, Values, fused_with, tensors_in
 
 
 class ScaleRounding(enum.Enum):
@@ -146,6 +159,11 @@ def convert_folder(
     if chosen is not None and before is not None:
         chosen = dataclasses.replace(chosen, cached=before.cached)
     tensors, folder = tensors_in(folder), presented(folder)
+
+    @functools.cache
+    def amax(names: tuple[str, ...], index: tuple[int, ...]) -> float:
+        return max(largest(tensors[name].read(index)) for name in names)
+
     groups, found, copied, skipped, high = [], [], 0, [], []
     for name, tensor in tensors.items():
         if chosen is None and name.rpartition(".")[2] in CACHE_SCALES:
@@ -153,8 +171,10 @@ def convert_folder(
         elif _converts(tensor, chosen, before, folder):
             if chosen is not None:
                 _require_convertible(tensor, chosen, before, folder)
-            new = dataclasses.replace(tensor, layout=chosen, dtype=kind if chosen is None else E4M3)
-            groups.append((new.specs, lambda old=tensor, new=new: _made(old, new, rounding, found)))
+            new = dataclasses.replace(tensor, layout=chosen, dtype=kind if chosen is None else chosen.format.dtype)
+            # Engines have one scale of tensors for the layers that they fuse.
+            of_all = functools.partial(amax, fused_with(name, tensors))
+            groups.append((new.specs, lambda old=tensor, new=new, amax=of_all: _made(old, new, rounding, found, amax)))
         else:
             if tensor.is_weight and is_linear(tensor.path, len(tensor.shape)):
                 high.append(tensor.path)
@@ -212,14 +232,20 @@ def _require_convertible(tensor: Tensor, layout: Layout, before: Layout | None, 
         )
 
 
-def _made(old: Tensor, new: Tensor, rounding: ScaleRounding, found: list[Converted]) -> Sequence[np.ndarray]:
+type _Amax = Callable[[tuple[int, ...]], float]
+"""The largest magnitude of an expert, or of the weight, and of those that engines fuse with it."""
+
+
+def _made(
+    old: Tensor, new: Tensor, rounding: ScaleRounding, found: list[Converted], amax: _Amax
+) -> Sequence[np.ndarray]:
     """The new tensors of a weight, one expert at a time; notes what became of it."""
     front, squares, arrays = old.shape[:-2], [], []
     if front:
         arrays = [np.empty(spec.shape, spec.dtype) for spec in new.specs]
     for index in itertools.product(*map(range, front)):
         before = old.read(index)
-        after = _converted(before, new, rounding)
+        after = _converted(before, new, rounding, functools.partial(amax, index))
         squares.append(_compared(before, after))
         if not front:
             arrays = new.encoded(after)
@@ -230,7 +256,7 @@ def _made(old: Tensor, new: Tensor, rounding: ScaleRounding, found: list[Convert
     return arrays
 
 
-def _converted(values: Values, new: Tensor, rounding: ScaleRounding) -> Values:
+def _converted(values: Values, new: Tensor, rounding: ScaleRounding, amax: Callable[[], float]) -> Values:
     """A matrix in a new layout, some rows at a time."""
     if (layout := new.layout) is None:
         made = np.empty(values.shape, new.dtype)
@@ -238,20 +264,37 @@ def _converted(values: Values, new: Tensor, rounding: ScaleRounding) -> Values:
             made[rows] = values[rows].astype(new.dtype)
         return made
     block = layout.block((values.shape[0], values.shape[1]))
-    made = spread(values, block) if isinstance(values, ScaledMatrix) else None
-    if made is None or (layout.exponents and not are_exponents(made.scale)):
+    if (made := _kept(values, layout, block) if isinstance(values, ScaledMatrix) else None) is None:
         try:
-            made = quantized(
-                values,
-                block,
-                bf16_scales=rounding is not ScaleRounding.FLOAT32,
-                powers_of_two=rounding is ScaleRounding.POWER_OF_TWO,
-                exponents=layout.exponents,
+            made = (
+                quantized_in_two_levels(values, block, amax())
+                if layout.has_units
+                else quantized(
+                    values,
+                    block,
+                    bf16_scales=rounding is not ScaleRounding.FLOAT32,
+                    powers_of_two=rounding is ScaleRounding.POWER_OF_TWO,
+                    exponents=layout.exponents,
+                    format=layout.format,
+                )
             )
         except ValueError as error:
             raise ValueError(f"{new.name} cannot be converted: {error}") from None
     inputs = values.input_scale if isinstance(values, ScaledMatrix) and layout.is_static else None
+    if inputs is not None and isinstance(values, ScaledMatrix):
+        inputs *= values.input_limit / made.input_limit
     return dataclasses.replace(made, input_scale=inputs)
+
+
+def _kept(values: ScaledMatrix, layout: Layout, block: tuple[int, int]) -> ScaledMatrix | None:
+    """The values as they are in another layout; None if it does not hold them."""
+    made = spread(values, block) or coarsened(values, block)
+    made = None if made is None else recast(made, layout.format)
+    if layout.has_units:
+        return None if made is None else in_two_levels(made)
+    if made is None or (layout.exponents and not are_exponents(made.scale)):
+        return None
+    return dataclasses.replace(made, unit=None)
 
 
 def _compared(before: Rows, after: Rows) -> tuple[float, float]:

@@ -9,9 +9,10 @@ from rich.text import Text
 
 from .._files.strict_json import BrokenCheckpoint
 from .._printing import Printable, new_table
-from .check import is_fp8, layout_name
+from .check import is_quantized, layout_name
 from .configuration import NotSupported, presented, read_layout
 from .folder import TensorFolder
+from .four_bits import E2M1
 from .layout import CACHE_SCALES, FLOATS, SCALES, Layout
 
 
@@ -30,8 +31,8 @@ class Explanation(Printable):
     Args:
         directory: The folder.
         quantization: What its configuration says; None if nothing is quantized.
-        held: The tensors by kind: weights in FP8, scales, those in high precision, in integers and of unknown
-            types.
+        held: The tensors by kind: weights in FP8 and in four bits, scales, those in high precision, in integers and of
+            unknown types.
         unknown_types: The names of unknown types in the files.
         scale_types: The dtypes of the scales of weights.
         layout: The name of the layout.
@@ -53,13 +54,14 @@ class Explanation(Printable):
         table = new_table(f"{self.directory.resolve().name}: {self.layout}", self._products)
         for column in ("tensors", "number", "bytes", "format"):
             table.add_column(column, overflow="fold", justify="right" if column in ("number", "bytes") else "left")
-        formats = {_WEIGHTS: "E4M3", _SCALES: self._scales, _UNKNOWN: ", ".join(self.unknown_types)}
+        formats = {_WEIGHTS: "E4M3", _IN_FOUR: "E2M1", _SCALES: self._scales, _UNKNOWN: ", ".join(self.unknown_types)}
         for kind, held in self.held.items():
-            if held.count or kind not in (_INTEGERS, _UNKNOWN):
+            if held.count or kind not in (_IN_FOUR, _INTEGERS, _UNKNOWN):
                 format = Text(formats.get(kind, "") if held.count else "")
                 table.add_row(kind, str(held.count), f"{held.bytes:,}", format)
         count, bytes = (sum(getattr(held, name) for held in self.held.values()) for name in ("count", "bytes"))
-        in_bf16 = bytes + self.held[_WEIGHTS].bytes - self.held[_SCALES].bytes
+        more = self.held[_WEIGHTS].bytes + 3 * self.held[_IN_FOUR].bytes
+        in_bf16 = bytes + more - self.held[_SCALES].bytes
         ratio = "" if self.reason else f"{bytes / max(1, in_bf16):.3f} of bf16"
         table.add_row("all", str(count), f"{bytes:,}", ratio)
         return table
@@ -70,6 +72,8 @@ class Explanation(Printable):
             return ""
         one = {"tensor": "one for a weight", "channel": "one for an output"}.get(found.strategy)
         one = one or f"one for {found.size} elements"
+        if found.has_units:
+            return f"{one}, E4M3, and one for a weight"
         floats = [name for name in self.scale_types if name in map(str, FLOATS)]
         kinds = ["E8M0"] if len(floats) < max(1, len(self.scale_types)) else []
         kinds += [f"powers of two in {' and '.join(floats)}"] if floats else []
@@ -88,10 +92,10 @@ def _products_of(layout: Layout) -> str:
     of = f"Products of {', '.join(layout.targets)}" if layout.targets not in (("Linear",), ()) else "Products"
     if layout.inputs is None:
         return f"{of}: weights are dequantized, inputs stay in high precision."
-    return f"{of}: E4M3 by E4M3; inputs have {layout.inputs}."
+    return f"{of}: {layout.inputs.format} by {layout.format}; inputs have {layout.inputs}."
 
 
-_WEIGHTS, _SCALES, _OTHERS = "weights in FP8", "scales", "in high precision"
+_WEIGHTS, _IN_FOUR, _SCALES, _OTHERS = "weights in FP8", "weights in four bits", "scales", "in high precision"
 _INTEGERS, _UNKNOWN = "in integers", "of unknown types"
 
 
@@ -117,7 +121,7 @@ def explain_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fa
         name, verdict, reason = other.layout, "not supported here", other.remedy
     except BrokenCheckpoint as broken:
         verdict, reason = "broken", str(broken)
-    held: dict[str, Held] = dict.fromkeys((_WEIGHTS, _SCALES, _OTHERS, _INTEGERS, _UNKNOWN), Held())
+    held: dict[str, Held] = dict.fromkeys((_WEIGHTS, _IN_FOUR, _SCALES, _OTHERS, _INTEGERS, _UNKNOWN), Held())
     unknown, scale_types = set[str](), set[str]()
     for tensor, stored in presented(folder).tensors.items():
         last, kind = tensor.rpartition(".")[2], _OTHERS
@@ -126,12 +130,12 @@ def explain_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fa
             unknown.add(stored.type)
         elif last in SCALES + CACHE_SCALES or (reason and "scale" in last):
             kind = _SCALES
-        elif is_fp8(stored):
-            kind = _WEIGHTS
+        elif is_quantized(stored):
+            kind = _IN_FOUR if stored.dtype == E2M1 else _WEIGHTS
         elif stored.dtype.kind in "iu":
             kind = _INTEGERS
         if layout is not None and last in layout.scale_names:
             scale_types.add(stored.shown)
-        held[kind] = Held(held[kind].count + 1, held[kind].bytes + stored.bytes)
+        held[kind] = Held(held[kind].count + len(stored.parts), held[kind].bytes + stored.bytes)
     types = tuple(sorted(unknown)), tuple(sorted(scale_types))
     return Explanation(pathlib.Path(directory), layout, held, *types, name, verdict, reason)

@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxtyping import DTypeLike
 from rich.console import RenderableType
 
 from .._numerics.checks import require_bool
-from .._numerics.formats import E4M3 as FORMAT
+from .._numerics.formats import E4M3, Format
 from .._op import Fp8DotGeneral
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher, progress_of
@@ -28,11 +28,22 @@ from ..recipes.scaling import AbstractScaling
 from .architecture import config_of, names_of
 from .check import check_folder
 from .folder import CONFIG, TensorFolder, new_folder, require_folder_name, write_tensors
-from .layout import E4M3, PLAIN, Layout, as_layout, require_elements
+from .layout import PLAIN, Layout, as_layout, require_elements
 from .model import tensors_of, without_sharing
 from .names import NameMap
-from .scaled_matrix import BF16, BF16_BITS, ScaledMatrix, are_exponents, quantized, rounded_up, spread
-from .tensors import Tensor, tensors_in
+from .scaled_matrix import (
+    BF16,
+    BF16_BITS,
+    ScaledMatrix,
+    are_exponents,
+    in_two_levels,
+    largest,
+    quantized,
+    quantized_in_two_levels,
+    rounded_up,
+    spread,
+)
+from .tensors import Tensor, fused_with, tensors_in
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -111,6 +122,10 @@ def export_model(
     | `"FP8_TENSOR"` | one scale | one scale, from training |
     | `"W8A16"` | a scale for each output | high precision |
     | `"modelopt"` | one scale | one scale, from training |
+    | `"MXFP4"` | four bits; 32 inputs, E8M0 | the same, by the engine |
+    | `"MXFP4A16"` | the same | high precision |
+    | `"NVFP4"` | four bits; 16 inputs, E4M3, and one scale | 16 inputs, by the engine, and one scale, from training |
+    | `"NVFP4A16"` | the same | high precision |
     | `"BF16"` | not quantized | |
 
     Args:
@@ -274,14 +289,26 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
     whole = without_sharing(model)
     found = own if whole is model else list(tensors_of(whole, rules, **patterns))
     tied = [] if whole is model else _tied_heads(found, {tensor.name for tensor in own}, names)
-    tensors = []
+    tensors, by_name = [], {tensor.name: tensor for tensor in found}
+    to_ours = {names.to_checkpoint(name): name for name in by_name}
+
+    def alike(tensor: Tensor) -> tuple[Tensor, ...]:
+        """Those that engines make one with a tensor, by their names in the model or in the checkpoint."""
+        ours = fused_with(tensor.name, by_name)
+        theirs = tuple(to_ours[name] for name in fused_with(names.to_checkpoint(tensor.name), to_ours))
+        return tuple(by_name[name] for name in max(ours, theirs, key=len) if by_name[name].is_chosen)
+
+    amax = functools.cache(lambda names: max(largest(by_name[name].read()) for name in names))
     for tensor in found:
         if any(tensor is head for head in tied):
             continue
         named = dataclasses.replace(tensor, name=names.to_checkpoint(tensor.name))
         if layout is not None and tensor.is_chosen:
             _require_quantizable(tensor, layout)
-            named = dataclasses.replace(named, read=functools.partial(_quantized, tensor, layout, how), layout=layout)
+            fused = alike(tensor) if layout.has_units else (tensor,)
+            of_all = functools.partial(amax, tuple(other.name for other in fused))
+            read = functools.partial(_quantized, tensor, layout, how, fused, of_all)
+            named = dataclasses.replace(named, read=read, layout=layout)
         elif tensor.layer is not None:
             raise ValueError(
                 f"{tensor.path} is in FP8 in the model and would be written in high precision; thaw the model first, "
@@ -319,16 +346,16 @@ def _in_high_precision(tensors: Sequence[Tensor]) -> tuple[str, ...]:
 
 def _require_quantizable(tensor: Tensor, layout: Layout) -> None:
     """Raises a ValueError if a layout cannot hold a layer's weight, as far as that is known before it is read."""
-    if tensor.layer is not None and tensor.dtype != E4M3:
+    if tensor.layer is not None and tensor.dtype != layout.format.dtype:
         raise ValueError(
-            f"{tensor.path} is in {tensor.dtype} in the model, and layouts have {E4M3}; make it plain with "
-            "serving.dequantize or checkpoints.thaw, and export that, which quantizes it again"
+            f"{tensor.path} is in {tensor.dtype} in the model, and the layout has {layout.format.dtype}; make it plain "
+            "with serving.dequantize or huggingface.thaw, and export that, which quantizes it again"
         )
     if layout.is_static and not _has_input_scale(tensor):
         raise ValueError(
             f"{tensor.path} has no scale for its input, which a static layout needs: it has to come from training "
             "with delayed or static scaling, or from calibrate(fp8_linear_layers(model, recipe='static'), ...). "
-            "'FP8_DYNAMIC' needs none"
+            f"{'NVFP4A16' if layout.has_units else 'FP8_DYNAMIC'!r} needs none"
         )
     require_elements(tensor.path, tensor.shape)
 
@@ -339,17 +366,17 @@ def _has_input_scale(tensor: Tensor) -> bool:
     return tensor.op is not None and _scaling(tensor.op, "input") is not None and _stored(tensor, "input") is not None
 
 
-def _scaling(op: Fp8DotGeneral | None, operand: OperandName) -> AbstractScaling | None:
-    """An operand's scaling in training; None if there is none that an export in E4M3 can have."""
+def _scaling(op: Fp8DotGeneral | None, operand: OperandName, format: Format = E4M3) -> AbstractScaling | None:
+    """An operand's scaling in training; None if there is none that an export in a format can have."""
     if op is None:
         return None
     quantization = op.recipe.uses[operand, "fprop"]
-    return quantization.scaling if quantization.format == FORMAT and quantization.scaling.quantizes else None
+    return quantization.scaling if quantization.format == format and quantization.scaling.quantizes else None
 
 
-def _stored(tensor: Tensor, operand: OperandName) -> float | None:
+def _stored(tensor: Tensor, operand: OperandName, format: Format = E4M3) -> float | None:
     """The scale that the next step quantizes an operand with, if the state of training has it."""
-    scaling = _scaling(tensor.op, operand)
+    scaling = _scaling(tensor.op, operand, format)
     if tensor.op is None or scaling is None or not scaling.stores_scale:
         return None
     if operand in unrecorded_operands(tensor.op.state):
@@ -365,8 +392,18 @@ def _stored(tensor: Tensor, operand: OperandName) -> float | None:
     return float(scale[tensor.index[: scale.ndim]])
 
 
-def _quantized(tensor: Tensor, layout: Layout, how: _How) -> ScaledMatrix:
-    """The FP8 data and scales of a layer's weight in a layout."""
+def _quantized(
+    tensor: Tensor, layout: Layout, how: _How, fused: Sequence[Tensor], amax: Callable[[], float]
+) -> ScaledMatrix:
+    """The data and scales of a layer's weight in a layout.
+
+    Args:
+        tensor: The weight.
+        layout: The layout.
+        how: The arguments of the export.
+        fused: The weights that engines make one with it, itself included.
+        amax: Gives the largest magnitude of these.
+    """
     block = layout.block((tensor.shape[0], tensor.shape[1]))
     values = tensor.read()
     if isinstance(values, ScaledMatrix):
@@ -380,26 +417,46 @@ def _quantized(tensor: Tensor, layout: Layout, how: _How) -> ScaledMatrix:
                 f"{tensor.path} has scales that the layout cannot store: it takes powers of two, 2**-127 or larger. "
                 "Choose the layout that it was imported from, or make the model plain to quantize it again"
             )
+        if layout.has_units:
+            if (two := in_two_levels(finer)) is None:
+                raise ValueError(
+                    f"{tensor.path} has one level of scales in the model, and the layout two; choose the layout that "
+                    "it was imported from, or thaw the model to quantize it again"
+                )
+            finer = two
         return dataclasses.replace(finer, input_scale=values.input_scale if layout.is_static else None)
     # How many significant bits a scale has where the step multiplies: fewer in bfloat16.
     bits = {name: SCALE_BITS[name] if tensor.dtype == BF16 else 24 for name in ("kernel", "input")}
+    is_trained = how.training_scales and not layout.has_units
     try:
-        made = quantized(
-            values,
-            block,
-            scaling=_scaling(tensor.op, "kernel") if how.training_scales else None,
-            stored=_stored(tensor, "kernel") if how.training_scales else None,
-            scale_bits=bits["kernel"],
-            bf16_scales=how.bf16_scales,
-            exponents=layout.exponents,
+        made = (
+            quantized_in_two_levels(values, block, amax())
+            if layout.has_units
+            else quantized(
+                values,
+                block,
+                scaling=_scaling(tensor.op, "kernel", layout.format) if is_trained else None,
+                stored=_stored(tensor, "kernel", layout.format) if is_trained else None,
+                scale_bits=bits["kernel"],
+                bf16_scales=how.bf16_scales,
+                exponents=layout.exponents,
+                format=layout.format,
+            )
         )
     except ValueError as error:
         raise ValueError(f"{tensor.path} cannot be exported: {error}") from None
     if not layout.is_static:
         return made
-    scale = np.float32(_stored(tensor, "input"))
+    if layout.has_units:
+        scale = max(np.float32(_stored(other, "input")) for other in fused)
+    else:
+        scale = np.float32(_stored(tensor, "input"))
     if not (np.isfinite(scale) and scale > 0):
         raise ValueError(f"{tensor.path} has the input scale {scale}; calibrate the model, or train a step")
+    if layout.has_units:
+        # Of the same largest input, which blocks of E2M1 divide among their own scales. Its reciprocal is written.
+        divisor = np.float32(made.input_limit / (float(scale) * E4M3.max))
+        return dataclasses.replace(made, input_scale=1.0 / float(divisor))
     scale = rounded_up(scale.reshape(1), min(bits["input"], BF16_BITS) if how.bf16_scales else bits["input"])[0]
     return dataclasses.replace(made, input_scale=float(scale))
 

@@ -109,10 +109,8 @@ class TensorFolder:
 
     def has_changed(self, name: str) -> bool:
         """Whether the bytes of a tensor are not those that were written, as far as its file has checksums."""
-        stored = self.tensors[name]
-        if (written := self.checksums.get(stored.name)) is None:
-            return False
-        return checksum(stored.name, stored.type, stored.shape, stored.words()) != written
+        parts = [part for part in self.tensors[name].parts if part.name in self.checksums]
+        return any(checksum(x.name, x.type, x.shape, x.words()) != self.checksums[x.name] for x in parts)
 
 
 def _weight_map(index: dict[str, Any]) -> dict[str, str]:

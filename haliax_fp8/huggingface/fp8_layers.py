@@ -1,4 +1,4 @@
-"""FP8 data and scales of a checkpoint as layers: frozen ones, and those that multiply by them for inference."""
+"""Quantized data and scales of a checkpoint as layers: frozen ones, and those that multiply by them for inference."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,12 @@ from ..recipes.scaling import AbstractScaling, BlockScaling, CurrentScaling, MXF
 from ..serving.kernel import ServedKernel
 from ..serving.layers import ServedEquinoxLinear, ServedLinear, ServedMoELinear
 from ..serving.layout import ServedLayout
+from .four_bits import E2M1, packed
 from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear
 from .frozen_kernel import FrozenKernel
 from .layout import Inputs
 from .model import Leaf, plain, uncopied
-from .scaled_matrix import ScaledMatrix, are_exponents
+from .scaled_matrix import ScaledMatrix, Unit, are_exponents
 
 
 type Found = Sequence[tuple[tuple[int, ...], ScaledMatrix]]
@@ -30,14 +31,16 @@ type Found = Sequence[tuple[tuple[int, ...], ScaledMatrix]]
 def _stacked(leaf: Leaf, found: Found) -> tuple[ScaledMatrix, np.ndarray, np.ndarray, np.ndarray | None]:
     """The first matrix; the bits of the data, float32 scales, and those of inputs, where all matrices have them."""
     first = found[0][1]
-    if any((matrix.block, matrix.data.dtype) != (first.block, first.data.dtype) for _, matrix in found):
+    kind = lambda matrix: (matrix.block, matrix.data.dtype, matrix.unit and matrix.unit.divides)
+    if any(kind(matrix) != kind(first) for _, matrix in found):
         raise ValueError(
-            f"the blocks of {leaf.site.place} have scales for blocks of different sizes; import it dequantized"
+            f"the blocks of {leaf.site.place} have other formats, or scales for blocks of other sizes; import it "
+            "dequantized"
         )
     data = uncopied((*leaf.leading, *first.data.shape), np.uint8)
     scales = np.empty((*leaf.leading, *first.scale.shape), np.float32)
     has_inputs = all(matrix.input_scale is not None for _, matrix in found)
-    of_inputs = np.empty(leaf.leading, np.float32) if has_inputs else None
+    of_inputs = np.empty(leaf.leading, np.float64) if has_inputs else None
     for index, matrix in found:
         data[index], scales[index] = matrix.data.view(np.uint8), matrix.scale
         if of_inputs is not None:
@@ -46,7 +49,7 @@ def _stacked(leaf: Leaf, found: Found) -> tuple[ScaledMatrix, np.ndarray, np.nda
 
 
 def frozen_layer(layer: Any, leaf: Leaf, found: Found) -> Any:
-    """The layer with FP8 data and scales instead of its weight.
+    """The layer with quantized data and scales instead of its weight.
 
     Args:
         layer: The plain layer.
@@ -70,12 +73,27 @@ def frozen_layer(layer: Any, leaf: Leaf, found: Found) -> Any:
         template = hax.named(np.zeros([axis.size for axis in all_axes], bool), all_axes)
         return jax.tree.unflatten(jax.tree.structure(template), [leaf.sharded(array)])
 
+    scale, units, divides = _bits(scales), None, False
+    if first.data.dtype == E2M1:
+        data = packed(data)
+        if first.unit is not None:
+            units, divides = np.empty(leaf.leading, np.float32), first.unit.divides
+            for index, matrix in found:
+                assert matrix.unit is not None
+                units[index] = matrix.unit.value
+            scale = Unit(units[..., None, None], divides).blocks(scales).view(np.uint8)
+            # In float64 the reciprocal of a reciprocal has the bits of the original.
+            of_inputs = 1 / of_inputs if of_inputs is not None and divides else of_inputs
+        elif are_exponents(scales):
+            scale = (scale >> 23).astype(np.uint8)
     bits = FrozenKernel(
         named(data, "fp8_out", "fp8_in"),
-        named(_bits(scales), "fp8_rows", "fp8_columns"),
+        named(scale, "fp8_rows", "fp8_columns"),
         None if of_inputs is None else named(_bits(of_inputs)),
         first.data.dtype,
         first.block,
+        None if units is None else named(_bits(units)),
+        divides,
     )
     match layer:
         case hnn.Linear():
@@ -107,6 +125,8 @@ def served_layer(layer: Any, leaf: Leaf, found: Found, inputs: Inputs | None, co
     """
     path, kernel = str(leaf.site.place), leaf.site.kernel
     first, data, scales, of_inputs = _stacked(leaf, found)
+    if first.data.dtype == E2M1:
+        raise ValueError(f"{path} is in four bits, and no product for inference takes these; {_OTHERWISE}")
     is_static = inputs is not None and not inputs.dynamic
     if is_static and of_inputs is None:
         raise ValueError(f"the checkpoint says that the input of {path} is static, but has no scale for it")

@@ -39,13 +39,13 @@ from .tensors import Tensor, Values, tensors_in, with_each_expert
 
 
 class Weights(enum.Enum):
-    """What becomes of weights that a checkpoint holds in FP8."""
+    """What becomes of weights that a checkpoint holds in FP8 or in four bits."""
 
     DEQUANTIZED = "dequantized"
     """`data * scale`, in the dtype of the model's parameters: to train them."""
 
     FROZEN = "frozen"
-    """FP8 data and scales as they are, which never change: a base for adapters."""
+    """Data and scales as they are, in FP8 or four bits, which never change: a base for adapters."""
 
     SERVED = "served"
     """FP8 data and scales as they are, multiplied in FP8: for inference."""
@@ -121,9 +121,9 @@ def import_model[M](
         )
     if weights is not Weights.DEQUANTIZED and not any(site.is_in_fp8 for site in sites(loaded, rules)):
         raise ValueError(
-            f"weights={weights.value!r} needs weights in FP8, and {os.fspath(directory)} has none for the model: all "
-            "layers would stay trainable. Give a folder in FP8, such as `haliax-fp8 checkpoint convert` makes, or "
-            "take weights='dequantized'"
+            f"weights={weights.value!r} needs weights in FP8 or four bits, and {os.fspath(directory)} has none for the "
+            "model: all layers would stay trainable. Give a folder in FP8, such as `haliax-fp8 checkpoint convert` "
+            "makes, or take weights='dequantized'"
         )
     return unstacked(loaded) if weights is Weights.SERVED else loaded
 
@@ -411,7 +411,18 @@ class _Checkpoint:
         values = self._take(f"{whole}.{field}")
         _require_shape(f"{whole}.{field}", values.shape[:1], f"{', '.join(parts)} of {parent}", (sum(known),))
         start = sum(known[: parts.index(last)])
+        if self.checked.folder.config.get("model_type") == "gpt_oss" and parts == JOINED["gate_up_proj"]:
+            return _alternate(values, parts.index(last), len(parts))
         return _rows(values, start, start + known[parts.index(last)])
+
+
+def _alternate(values: Values, first: int, step: int) -> Values:
+    """Every other output, as gpt-oss has those of gates and others in turn."""
+    rows = slice(first, None, step)
+    if not isinstance(values, ScaledMatrix):
+        return values[rows]
+    each = np.repeat(values.scale, values.block[0], axis=0)[: values.shape[0]]
+    return dataclasses.replace(values, data=values.data[rows], scale=each[rows], block=(1, values.block[1]))
 
 
 def _rows(values: Values, start: int, stop: int) -> Values:

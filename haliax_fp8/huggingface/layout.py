@@ -1,4 +1,4 @@
-"""Layout: how a checkpoint names and shapes FP8 weights and their scales; read from `config.json` and written to it."""
+"""Layout: how a checkpoint names and shapes quantized weights and scales; read from `config.json`, written to it."""
 
 import dataclasses
 import fnmatch
@@ -10,9 +10,11 @@ import ml_dtypes
 import numpy as np
 
 from .._files.strict_json import BrokenCheckpoint
+from .._numerics import formats
 from .._numerics.checks import nearest
 from .folder import CONFIG
-from .scaled_matrix import ScaledMatrix
+from .four_bits import packed
+from .scaled_matrix import ScaledMatrix, Unit
 
 
 E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -26,6 +28,9 @@ CACHE_SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale")
 
 KEY, MODELOPT = "quantization_config", "hf_quant_config.json"
 
+# What compressed-tensors calls weights in four bits, and the scales of their tensors and inputs.
+PACKED, UNIT, INPUT_UNIT = "weight_packed", "weight_global_scale", "input_global_scale"
+
 # How entries of the configuration's lists begin that are regular expressions; longer ones are not read.
 REGEX, _LONGEST_PATTERN = "re:", 2_000
 
@@ -38,25 +43,29 @@ class Inputs:
         strategy: What shares a scale: `"tensor"`, `"token"` or `"group"`.
         dynamic: Whether engines compute the scales as they run; otherwise each layer has one.
         size: The elements of a group.
+        format: Their format: E4M3 or E2M1.
     """
 
     strategy: str
     dynamic: bool = True
     size: int = 0
+    format: formats.Format = formats.E4M3
 
     def __str__(self) -> str:
         what = {"tensor": "a scale for all", "token": "a scale for each token"}
         each = what.get(self.strategy, f"a scale for {self.size} elements")
+        if self.strategy == "group" and not self.dynamic:  # NVFP4
+            return f"{each}, dynamic, and one for all, static"
         return f"{each}, {'dynamic' if self.dynamic else 'static'}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How FP8 weights are stored; of a checkpoint, also what its configuration says of its layers.
+    """How quantized weights are stored; of a checkpoint, also what its configuration says of its layers.
 
     Args:
         method: `"compressed-tensors"`, Hugging Face's `"fp8"`, or NVIDIA's `"modelopt"`; of folders that are only read,
-            also `"fbgemm_fp8"`, `"torchao"`, or ComfyUI's `"scale_weight"`.
+            also `"fbgemm_fp8"`, `"torchao"`, gpt-oss' `"mxfp4"`, or ComfyUI's `"scale_weight"`.
         strategy: What shares a scale of the weights: `"tensor"`, `"channel"`, `"block"` or `"group"`.
         size: The rows and columns of a block or group.
         inputs: How inputs are quantized; None if they are not.
@@ -64,8 +73,9 @@ class Layout:
         ignore: The layers left alone: names, or with `re:` regular expressions.
         targets: The layers meant: classes, names, or regular expressions.
         cached: Whether keys and values are kept in FP8, with scales.
-        status: What compressed-tensors says of the weights: `"compressed"` if they are stored in FP8.
+        status: What compressed-tensors says of the weights: `"compressed"` if they are stored quantized.
         groups: The layouts of different layers, each with its targets; empty if all layers have this one.
+        format: The format of the weights: E4M3, or E2M1, of which two are in a byte.
 
     References:
         `compressed_tensors.quantization.quant_scheme` 0.20; `transformers.FineGrainedFP8Config` 5.23; ModelOpt.
@@ -81,6 +91,7 @@ class Layout:
     cached: bool = False
     status: str | None = "compressed"
     groups: tuple["Layout", ...] = ()
+    format: formats.Format = formats.E4M3
 
     def of(self, layer: str) -> "Layout":
         """The layout of one layer: of the group that has its name, or else of the one that has its class."""
@@ -98,11 +109,17 @@ class Layout:
             return " and ".join(dict.fromkeys(group.name for group in self.groups))
         key = self._kind
         found = (name for name, layout in named.items() if layout._kind == key)
-        return next(found, f"{self.method}, {self.strategy} weights")
+        kind = f"{self.strategy} weights"
+        if self.format is formats.E2M1:
+            kind = f"{'NVFP4' if self.has_units else 'MXFP4'}{'' if self.inputs else ' weights'}"
+        return next(found, f"{self.method}, {kind}")
 
     @property
     def _kind(self) -> tuple[Any, ...]:
         inputs = self.inputs and (self.inputs.strategy, self.inputs.dynamic)
+        if self.format is formats.E2M1:
+            in_bits = None if self.inputs is None else self.inputs.format.bits
+            return (self.method, self.format.name, self.exponents, in_bits, self.is_static)
         if self.method != "compressed-tensors":
             return (self.method, self.strategy == "block" if self.method == "fp8" else self.strategy)
         if inputs is None or (self.strategy == "group" and self.exponents):
@@ -115,6 +132,11 @@ class Layout:
         return self.inputs is not None and not self.inputs.dynamic
 
     @property
+    def has_units(self) -> bool:
+        """Whether a weight has a scale of its own beside those of its blocks, as in NVFP4."""
+        return self.format is formats.E2M1 and not self.exponents
+
+    @property
     def scale_names(self) -> tuple[str, ...]:
         """The last part of the name of a weight's scales: one of these, the first where they are written."""
         # Blocks have one name for all engines. Without, AutoFP8 and vLLM have the first, Transformers the second.
@@ -124,6 +146,13 @@ class Layout:
     def input_scale_names(self) -> tuple[str, ...]:
         """The last part of the name of an input's scale: one of these."""
         return INPUT_SCALES if self.method == "fp8" else INPUT_SCALES[:1]
+
+    @property
+    def file_format(self) -> str:
+        """What compressed-tensors calls the format."""
+        if self.format is formats.E2M1:
+            return "mxfp4-pack-quantized" if self.exponents else "nvfp4-pack-quantized"
+        return "mxfp8-quantized" if self.exponents else "float-quantized"
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         """The rows and columns of a kernel `[out, in]` that share a scale."""
@@ -145,6 +174,14 @@ class Layout:
     def tensors(self, shape: tuple[int, int]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """The tensors of a layer with a kernel of this shape: by the last part of their names, dtype and shape."""
         scale = EXPONENTS[0] if self.exponents else FLOATS[0]
+        if self.format is formats.E2M1:
+            if shape[1] % 2:
+                raise ValueError(f"a weight of shape {shape} has an odd number of inputs, and two are in a byte")
+            one, blocks = (FLOATS[0], (1,)), self.scale_shapes(shape)[0]
+            found = {PACKED: (EXPONENTS[0], (shape[0], shape[1] // 2))}
+            found |= {WEIGHT_SCALES[0]: (E4M3 if self.has_units else scale, blocks)}
+            found |= {UNIT: one} if self.has_units else {}
+            return found | ({INPUT_UNIT: one} if self.is_static else {})
         found: dict[str, tuple[np.dtype, tuple[int, ...]]]
         found = {"weight": (E4M3, shape), self.scale_names[0]: (scale, self.scale_shapes(shape)[0])}
         of_input = () if self.method == "modelopt" else (1,)
@@ -152,9 +189,16 @@ class Layout:
 
     def encode(self, matrix: ScaledMatrix) -> dict[str, np.ndarray]:
         """A layer's tensors."""
+        if (unit := matrix.unit) is not None and self.has_units:
+            assert unit.divides
+            inputs = np.float32(0 if matrix.input_scale is None else 1.0 / matrix.input_scale)
+            parts = packed(matrix.data), unit.blocks(matrix.scale), np.float32(unit.value), inputs
+            shapes = self.tensors((matrix.shape[0], matrix.shape[1])).items()
+            return {name: np.reshape(x, shape) for (name, (_, shape)), x in zip(shapes, parts, strict=False)}
         scale = np.ascontiguousarray(matrix.scale, np.float32)
         scale = (scale.view(np.uint32) >> 23).astype(np.uint8) if self.exponents else scale
-        parts = matrix.data, scale, np.asarray(matrix.input_scale if self.is_static else 0, np.float32)
+        data = packed(matrix.data) if self.format is formats.E2M1 else matrix.data
+        parts = data, scale, np.asarray(matrix.input_scale if self.is_static else 0, np.float32)
         described = self.tensors((matrix.shape[0], matrix.shape[1]))
         return {name: x.reshape(shape) for (name, (_, shape)), x in zip(described.items(), parts, strict=False)}
 
@@ -165,7 +209,9 @@ class Layout:
             ignore: The linear layers that stay in high precision.
         """
         left = list(ignore)
-        if self.groups or self.method in _ONLY_READ or (self.method == "modelopt" and self.strategy != "tensor"):
+        is_only_read = self.format is formats.E2M1 and self.method != COMPRESSED
+        is_only_read |= self.method == "modelopt" and self.strategy != "tensor"
+        if self.groups or self.method in _ONLY_READ or is_only_read:
             raise ValueError(f"layout={self.name!r} is only read; write one of {list(named)}")
         if self.method == "modelopt":
             producer = {"name": "haliax_fp8"}
@@ -180,18 +226,23 @@ class Layout:
             config |= {"scale_fmt": "ue8m0"} if self.exponents else {}
             return {KEY: config | {"modules_to_not_convert": left, "ignored_layers": left}}, {}
         common = {"num_bits": 8, "type": "float", "symmetric": True}
-        microscaled = {"scale_dtype": "torch.uint8"} if self.exponents else {}
-        weights = {**common, "dynamic": False, "strategy": self.strategy}
+        types = {"scale_dtype": "torch.uint8"} if self.exponents else {}
+        types |= {"scale_dtype": "torch.float8_e4m3fn"} if self.has_units else {}
+        kind = lambda strategy: "tensor_group" if self.has_units else strategy
+        weights = {**common, "num_bits": self.format.bits, "dynamic": False, "strategy": kind(self.strategy)}
         if self.strategy == "block":
             weights["block_structure"] = list(self.size or ())
         if self.strategy == "group" and self.size:
-            weights |= {"group_size": self.size[1], **microscaled}
-        inputs = self.inputs and {**common, "dynamic": self.inputs.dynamic, "strategy": self.inputs.strategy}
-        if inputs and self.inputs and self.inputs.size:
-            inputs |= {"group_size": self.inputs.size, **microscaled}
+            weights |= {"group_size": self.size[1], **types}
+        inputs: dict[str, Any] | None = None
+        if self.inputs is not None:
+            dynamic = "local" if self.has_units and self.is_static else self.inputs.dynamic
+            inputs = {**common, "num_bits": self.inputs.format.bits, "dynamic": dynamic}
+            inputs |= {"strategy": kind(self.inputs.strategy)}
+            inputs |= {"group_size": self.inputs.size, **types} if self.inputs.size else {}
         config = {
             "quant_method": "compressed-tensors",
-            "format": "mxfp8-quantized" if self.exponents else "float-quantized",
+            "format": self.file_format,
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
             "ignore": left,
@@ -201,9 +252,10 @@ class Layout:
 
 
 # Methods of folders that others write.
-_ONLY_READ = ("fbgemm_fp8", "torchao", "scale_weight")
+_ONLY_READ = ("fbgemm_fp8", "torchao", "mxfp4", "scale_weight")
 
 COMPRESSED, _STATIC = "compressed-tensors", Inputs("tensor", False)
+_MX4, _NV4 = Inputs("group", size=32, format=formats.E2M1), Inputs("group", False, 16, formats.E2M1)
 
 named: dict[str, Layout] = {
     "FP8_DYNAMIC": Layout(COMPRESSED, "channel", None, Inputs("token")),
@@ -214,6 +266,10 @@ named: dict[str, Layout] = {
     "FP8_TENSOR": Layout(COMPRESSED, "tensor", None, _STATIC),
     "W8A16": Layout(COMPRESSED, "channel", None, None),
     "modelopt": Layout("modelopt", "tensor", None, _STATIC),
+    "MXFP4": Layout(COMPRESSED, "group", (1, 32), _MX4, exponents=True, format=formats.E2M1),
+    "MXFP4A16": Layout(COMPRESSED, "group", (1, 32), None, exponents=True, format=formats.E2M1),
+    "NVFP4": Layout(COMPRESSED, "group", (1, 16), _NV4, format=formats.E2M1),
+    "NVFP4A16": Layout(COMPRESSED, "group", (1, 16), None, format=formats.E2M1),
 }
 """By name, in the order in which messages list them."""
 
@@ -248,8 +304,10 @@ def matcher(key: str, entry: str, method: str) -> Callable[[str], Any]:
     Raises:
         BrokenCheckpoint: If it is not a regular expression, or a very long one.
     """
-    if method == "modelopt" and "*" in entry:
-        return lambda layer: fnmatch.fnmatchcase(layer, entry)
+    if method in ("modelopt", "mxfp4") and "*" in entry and not entry.startswith(REGEX):
+        # gpt-oss names modules so, and means all layers in them.
+        within = f"{entry}.*" if method == "mxfp4" else entry
+        return lambda layer: fnmatch.fnmatchcase(layer, entry) or fnmatch.fnmatchcase(layer, within)
     if not entry.startswith(REGEX):
         # The lists of other methods name modules, and mean all layers in them.
         return lambda layer: layer == entry or (method != "compressed-tensors" and f".{entry}." in f".{layer}.")
@@ -266,8 +324,10 @@ def matcher(key: str, entry: str, method: str) -> Callable[[str], Any]:
 # --- Reading a layer, whichever layout wrote it -----------------------------------------------------------------------
 
 
-def decode(layer: str, tensors: Mapping[str, np.ndarray], size: tuple[int, int] | None) -> ScaledMatrix:
-    """The FP8 data and scales of a layer.
+def decode(
+    layer: str, tensors: Mapping[str, np.ndarray], size: tuple[int, int] | None, unit: Unit | None = None
+) -> ScaledMatrix:
+    """The quantized data and scales of a layer.
 
     Scales may have the shapes `[]`, `[1]`, `[out]`, `[out, 1]` or one for each block, in float32, bfloat16 or float16,
     or be exponents in bytes (E8M0).
@@ -276,6 +336,7 @@ def decode(layer: str, tensors: Mapping[str, np.ndarray], size: tuple[int, int] 
         layer: The layer's name, for errors.
         tensors: Its tensors, by the last part of their names.
         size: The blocks that the configuration names; blocks may be cut by the edge.
+        unit: The scale of the tensor, which those of its blocks include; these may be 0 then.
 
     Raises:
         ValueError: If a scale is missing, not positive and finite, or does not fit; each names the tensor.
@@ -284,12 +345,14 @@ def decode(layer: str, tensors: Mapping[str, np.ndarray], size: tuple[int, int] 
     if (name := next((name for name in WEIGHT_SCALES if name in tensors), None)) is None:
         raise ValueError(f"{layer}.weight is in {data.dtype} and has no {' or '.join(WEIGHT_SCALES)}")
     if data.ndim != 2:
-        raise ValueError(f"{layer}.weight has shape {data.shape}; FP8 weights have two axes, [out, in]")
-    scale, block = _in_blocks(f"{layer}.{name}", _positive_scale(f"{layer}.{name}", tensors[name]), data.shape, size)
+        raise ValueError(f"{layer}.weight has shape {data.shape}; quantized weights have two axes, [out, in]")
+    positive = _positive_scale(f"{layer}.{name}", tensors[name], or_zero=unit is not None)
+    scale, block = _in_blocks(f"{layer}.{name}", positive, data.shape, size)
     inputs = next((tensors[name] for name in INPUT_SCALES if name in tensors), None)
-    if inputs is not None and (inputs := _positive_scale(f"{layer}.input_scale", inputs)).size != 1:
+    if inputs is not None and _positive_scale(f"{layer}.input_scale", inputs).size != 1:
         raise ValueError(f"{layer}.input_scale has shape {inputs.shape}; a static input has one scale")
-    return ScaledMatrix(data, scale, block, "checkpoint", None if inputs is None else float(inputs.reshape(())))
+    of_input = None if inputs is None else float(inputs.reshape(()))
+    return ScaledMatrix(data, scale, block, "checkpoint", of_input, unit)
 
 
 def as_float32(scale: np.ndarray) -> np.ndarray:
@@ -308,11 +371,11 @@ def require_elements(weight: str, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{weight} has shape {shape}: it has no elements, and so no scale; leave it out")
 
 
-def _positive_scale(name: str, scale: np.ndarray) -> np.ndarray:
+def _positive_scale(name: str, scale: np.ndarray, *, or_zero: bool = False) -> np.ndarray:
     if scale.dtype not in (*EXPONENTS, *FLOATS, np.float64):
         raise ValueError(f"{name} is in {scale.dtype}, which is not a dtype of scales")
     values = as_float32(scale)
-    if (wrong := ~(np.isfinite(values) & (values > 0))).any():
+    if (wrong := ~(np.isfinite(values) & ((values >= 0) if or_zero else (values > 0)))).any():
         what = "a NaN (255 in E8M0)" if scale.dtype in EXPONENTS else "a scale that is not positive and finite"
         raise ValueError(f"{name} holds {what}: {values[wrong].ravel()[:1]}")
     return values

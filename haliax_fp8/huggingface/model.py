@@ -28,9 +28,11 @@ from ..layers.rule import LayerRule, OnlyIfNamed, Refused
 from ..layers.served import AbstractServedLayer
 from ..layers.state_dict_names import Place, Places
 from ..layers.walk import Pattern, matches, rule_of
+from .four_bits import E2M1, E4M3, unpacked
 from .frozen import is_frozen
+from .frozen_kernel import FrozenKernel
 from .layout import as_float32
-from .scaled_matrix import ScaledMatrix
+from .scaled_matrix import ScaledMatrix, Unit
 from .tensors import Tensor
 
 
@@ -377,13 +379,25 @@ def fp8_matrix(leaf: Leaf, index: tuple[int, ...]) -> ScaledMatrix:
     if isinstance(leaf.site.node, AbstractServedLayer):
         data, (scale, block) = data.view(kernel.layout.format.dtype), _served_scale(leaf, index)
     else:
-        scale, block = np.asarray(plain(kernel.scale))[index].view(np.float32), kernel.block
-        data = data.view(kernel.format)
+        return _frozen_matrix(kernel, data, index)
     inputs = None
     if kernel.input_scale is not None:
         inputs = np.asarray(plain(kernel.input_scale))
         inputs = float(inputs[index[: inputs.ndim]].view(np.float32))
     return ScaledMatrix(data, scale, block, "FP8 in the model", inputs)
+
+
+def _frozen_matrix(kernel: FrozenKernel, data: np.ndarray, index: tuple[int, ...]) -> ScaledMatrix:
+    scale, unit = np.asarray(plain(kernel.scale))[index], None
+    one = lambda bits: np.asarray(plain(bits))[index].view(np.float32)
+    if kernel.unit is not None:
+        unit = Unit(one(kernel.unit), kernel.divides)
+        scale = unit.scales(scale.view(E4M3))
+    inputs = None if kernel.input_scale is None else float(one(kernel.input_scale))
+    inputs = 1.0 / inputs if inputs is not None and kernel.divides else inputs
+    in_four = kernel.format == E2M1
+    data, origin = unpacked(data) if in_four else data.view(kernel.format), "four bits" if in_four else "FP8"
+    return ScaledMatrix(data, _float32(scale), kernel.block, f"{origin} in the model", inputs, unit)
 
 
 def _served_scale(leaf: Leaf, index: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, int]]:
@@ -473,7 +487,8 @@ def _tensor(leaf: Leaf, name: str, index: tuple[int, ...], dtype: np.dtype | Non
         kernel = site.node.kernel
         kind = np.dtype(kernel.layout.format.dtype if isinstance(site.node, AbstractServedLayer) else kernel.format)
         matrix = functools.partial(fp8_matrix, leaf, index)
-        return Tensor(name, leaf.shape, kind, matrix, layer=site.node, index=index, is_chosen=is_chosen)
+        shape = (leaf.shape[0], 2 * leaf.shape[1]) if kind == E2M1 else leaf.shape
+        return Tensor(name, shape, kind, matrix, layer=site.node, index=index, is_chosen=is_chosen)
     is_float = own.kind == "f" or own.name.startswith(("bfloat", "float"))
     kind = dtype if dtype is not None and is_float else own
     op, factor = (site.op, site.kernel.factor) if leaf.is_kernel else (None, 1.0)

@@ -12,18 +12,46 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Float32
 
-from .._numerics.formats import E4M3, Format
-from ..recipes.scaling import BlockScaling, CurrentScaling, RowwiseScaling
+from .._numerics.formats import E2M1, E4M3, Format
+from ..recipes.scaling import BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling
 from ..recipes.scaling.base import AbstractScaling
 from ..recipes.scaling.multiplier import LARGEST_MULTIPLIER
+from ..recipes.scaling.mxfp8 import ScaleRounding
 
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
+class Unit:
+    """The scale of a whole tensor whose blocks have scales in E4M3, as in NVFP4.
+
+    Args:
+        value: The scale, or its reciprocal.
+        divides: Whether it is the reciprocal, as in compressed-tensors: to multiply by its own gives other last bits.
+    """
+
+    value: Any
+    divides: bool
+
+    def scales(self, blocks: np.ndarray) -> np.ndarray:
+        """The scales of blocks in float32, from those that E4M3 holds."""
+        blocks = blocks.astype(np.float32)
+        return blocks / self.value if self.divides else blocks * self.value
+
+    def blocks(self, scales: np.ndarray) -> np.ndarray:
+        """The inverse of `scales`: its arguments again, bit for bit."""
+        return (scales * self.value if self.divides else scales / self.value).astype(E4M3.dtype)
+
+    @property
+    def multiplier(self) -> float:
+        """The scale."""
+        return 1.0 / float(self.value) if self.divides else float(self.value)
+
+
+@dataclasses.dataclass(frozen=True)
 class ScaledMatrix:
-    """A kernel in FP8: `values ≈ data * scale`, a scale for each block of it.
+    """A kernel in FP8 or in four bits: `values ≈ data * scale`, a scale for each block of it.
 
     Args:
         data: The rounded values.
@@ -31,6 +59,7 @@ class ScaledMatrix:
         block: The rows and columns of a block.
         origin: Where the scales come from, for people.
         input_scale: The scale of the layer's input; None if each engine computes its own.
+        unit: The scale of the tensor, which `scale` includes; None if there is one level of scales.
     """
 
     data: Float[np.ndarray, "out in"]
@@ -38,6 +67,12 @@ class ScaledMatrix:
     block: tuple[int, int]
     origin: str
     input_scale: float | None = None
+    unit: Unit | None = None
+
+    @property
+    def input_limit(self) -> float:
+        """The largest input by its scale: blocks of NVFP4 have scales of their own, of up to 448."""
+        return E4M3.max if self.unit is None else E4M3.max * E2M1.max
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -161,7 +196,10 @@ def quantized(
         return dataclasses.replace(whole, scale=scale, block=block)
     amax = _amax(matrix, block)
     if exponents:
-        return _microscaled(matrix, amax, block, format)
+        # Without a rule of training that of compressed-tensors, which has the smallest errors in E2M1.
+        rule = "nearest" if format == E2M1 else "up"
+        rule = scaling.scale_rounding if isinstance(scaling, MXFP8Scaling) else rule
+        return _microscaled(matrix, amax, block, format, rule)
     power_of_two = (
         scaling is not None and _fits(scaling, matrix.shape, block) and getattr(scaling, "power_of_two", False)
     )
@@ -231,15 +269,94 @@ def _divided(
     return ScaledMatrix(_cast(matrix, np.divide, scale, block, format), scale, block, origin)
 
 
-def _microscaled(matrix: Rows, amax: np.ndarray, block: tuple[int, int], format: Format) -> ScaledMatrix:
-    """`scale = 2**ceil(log2(amax / limit))`, as `MXFP8Scaling`."""
-    words = (amax * np.float32(1.0 / format.max)).view(np.uint32)
-    exponent = np.minimum((words >> 23) + ((words & np.uint32(0x7FFFFF)) != 0), 254).astype(np.uint32)
-    normal = np.maximum(exponent, 1)
+def _microscaled(
+    matrix: Rows, amax: np.ndarray, block: tuple[int, int], format: Format, rule: ScaleRounding
+) -> ScaledMatrix:
+    """Scales that are powers of two, as `MXFP8Scaling` rounds them by a rule."""
+    if rule == "up":
+        words = (amax * np.float32(1.0 / format.max)).view(np.uint32)
+        exponent = (words >> 23).astype(np.int64) + ((words & np.uint32(0x7FFFFF)) != 0)
+    else:
+        half = np.uint32(1 << 21 if rule == "nearest" else 0)
+        exponent = ((amax.view(np.uint32) + half) >> 23).astype(np.int64) - math.floor(math.log2(format.max))
+    normal = np.clip(exponent, 1, 254).astype(np.uint32)
     data = _cast(matrix, np.divide, (normal << 23).view(np.float32), block, format)
     # A block of zeros has the smallest scale of E8M0, which is subnormal in float32.
     scale = np.where(amax == 0, np.uint32(0x00400000), normal << 23).astype(np.uint32).view(np.float32)
-    return ScaledMatrix(data, scale, block, "E8M0 rounded up")
+    return ScaledMatrix(data, scale, block, f"E8M0 rounded {'to nearest' if rule == 'nearest' else rule}")
+
+
+def quantized_in_two_levels(matrix: Rows, block: tuple[int, int], amax: float) -> ScaledMatrix:
+    """Quantizes a kernel as NVFP4: a scale in E4M3 for each block, and one for the tensor.
+
+    The rule is that of compressed-tensors: the tensor's is `2688 / amax`, and divides.
+
+    Args:
+        matrix: The kernel.
+        block: The rows and columns of a block.
+        amax: The largest magnitude of it and of the kernels that engines fuse with it.
+
+    Raises:
+        ValueError: If the kernel holds an infinity or NaN.
+    """
+    of_blocks = _amax(matrix, block)
+    if not np.isfinite(of_blocks).all():
+        raise ValueError("it holds an infinity or NaN, which would spread over a block; take an earlier step")
+    limit = np.float32(E4M3.max)
+    with np.errstate(divide="ignore", over="ignore"):
+        value = np.float32(E4M3.max * E2M1.max) / np.float32(amax)
+    unit = Unit(value if np.isfinite(value) else np.float32(1.0), divides=True)
+    stored = np.minimum(of_blocks / np.float32(E2M1.max) * unit.value, limit).astype(E4M3.dtype)
+    scale = unit.scales(np.where(stored == 0, np.asarray(0.125, E4M3.dtype), stored))
+    data = _cast(matrix, np.divide, scale, block, E2M1)
+    return ScaledMatrix(data, scale, block, "two levels, computed for the export", unit=unit)
+
+
+def in_two_levels(matrix: ScaledMatrix) -> ScaledMatrix | None:
+    """The same data with a tensor's scale that divides, as compressed-tensors has it; None if there is none.
+
+    The scales of blocks keep their bits. If the tensor's multiplied, as ModelOpt has it, it is rounded.
+    """
+    if (unit := matrix.unit) is None or unit.divides:
+        return matrix if unit is not None else None
+    new = Unit(np.float32(1.0 / unit.value), divides=True)
+    return dataclasses.replace(matrix, scale=new.scales(unit.blocks(matrix.scale)), unit=new)
+
+
+def largest(matrix: Rows) -> float:
+    """The largest magnitude of a matrix."""
+    return max((float(np.abs(matrix[rows].astype(np.float32)).max()) for rows in parts_of(matrix.shape)), default=0.0)
+
+
+def coarsened(matrix: ScaledMatrix, block: tuple[int, int]) -> ScaledMatrix | None:
+    """The same values in E4M3 with scales for larger blocks; None if a value would change.
+
+    Scales become powers of two, and the data of a block are multiplied by powers of two. This is exact until they leave
+    the format: weights in MXFP4 become FP8 in blocks of 128x128 unless their scales differ by more than `2**14` in one.
+
+    Args:
+        matrix: A kernel whose scales are powers of two.
+        block: The rows and columns of the larger blocks, which have whole numbers of the old ones.
+    """
+    sizes = zip(block, matrix.block, matrix.shape, strict=True)
+    if not are_exponents(matrix.scale) or any(new % min(old, n) and new < n for new, old, n in sizes):
+        return None
+    amax = _amax(matrix, block)
+    scale = rounded_up(np.where(amax > 0, amax / np.float32(E4M3.max), np.float32(1.0)), 1)
+    new = ScaledMatrix(_cast(matrix, np.divide, scale, block, E4M3), scale, block, "checkpoint", matrix.input_scale)
+    return new if _are_equal(matrix, new) else None
+
+
+def recast(matrix: ScaledMatrix, format: Format) -> ScaledMatrix | None:
+    """The same values with data in another format; None if it does not hold them."""
+    if matrix.data.dtype == format.dtype:
+        return matrix
+    new = dataclasses.replace(matrix, data=matrix.data.astype(np.float32).astype(format.dtype))
+    return new if _are_equal(matrix, new) else None
+
+
+def _are_equal(a: Rows, b: Rows) -> bool:
+    return all(np.array_equal(a[rows], b[rows]) for rows in parts_of(a.shape))
 
 
 def _amax(matrix: Rows, block: tuple[int, int]) -> np.ndarray:

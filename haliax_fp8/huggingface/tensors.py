@@ -2,16 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from .._op import Fp8DotGeneral
-from .check import is_fp8
+from ..layers.tensor_names import SAME_INPUT
+from .check import is_quantized
 from .configuration import presented, read_layout
 from .folder import TensorFolder, TensorSpec
-from .layout import E4M3, SCALES, Layout, decode
+from .four_bits import E2M1, TwoLevels
+from .layout import E4M3, SCALES, WEIGHT_SCALES, Layout, decode
 from .scaled_matrix import ScaledMatrix
 
 
@@ -92,9 +94,11 @@ def tensors_in(folder: TensorFolder) -> dict[str, Tensor]:
             continue
         of_layer = None if layout is None else layout.of(name.rpartition(".")[0])
         tensor = Tensor(name, stored.shape, stored.dtype, functools.partial(_read, folder, of_layer, name))
-        if tensor.is_weight and stored.dtype == E4M3 and layout is None:
-            raise ValueError(f"{name} is in FP8, and config.json of {folder.directory} has no quantization_config")
-        found[name] = dataclasses.replace(tensor, layout=of_layer) if tensor.is_weight and is_fp8(stored) else tensor
+        if tensor.is_weight and stored.dtype in (E4M3, E2M1) and layout is None:
+            problem = f"{name} is in {stored.shown}, and config.json of {folder.directory} has no quantization_config"
+            raise ValueError(problem)
+        is_one = tensor.is_weight and is_quantized(stored)
+        found[name] = dataclasses.replace(tensor, layout=of_layer) if is_one else tensor
     return found
 
 
@@ -117,18 +121,34 @@ def with_each_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def fused_with(name: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The weights that engines make one with this, by its name; itself alone if they do not.
+
+    Args:
+        name: The weight's.
+        names: Those of all tensors.
+    """
+    parent, dot, last = name.removesuffix(".weight").rpartition(".")
+    found = (
+        [f"{parent}{dot}{part}.weight" for part in parts] for parts in (*SAME_INPUT, ("w1", "w3")) if last in parts
+    )
+    return tuple(other for other in next(found, [name]) if other in names)
+
+
 def _read(folder: TensorFolder, layout: Layout | None, name: str, index: tuple[int, ...] = ()) -> Values:
     stored, (layer, _, field) = folder.tensors[name], name.rpartition(".")
-    if not is_fp8(stored):
-        return folder[name][index] if index else folder[name]
+    if not is_quantized(stored):
+        return stored.array(index)
     remedy = "dequantize the checkpoint to bfloat16 with the library that wrote it, and import that"
     if field != "weight":
         raise ValueError(f"{name} is in {stored.shown}, and only weights of layers have scales; {remedy}")
-    if stored.dtype != E4M3:
+    if stored.dtype not in (E4M3, E2M1):
         raise ValueError(f"{name} is in {stored.shown}, but FP8 weights are read in {E4M3} alone; {remedy}")
-    parts = {}
+    parts, unit = {}, None
     for part in ("weight", *SCALES):
-        if (full := f"{layer}.{part}".removeprefix(".")) in folder.tensors:
-            array = folder[full]
-            parts[part] = array[index] if array.shape[: len(index)] == stored.shape[: len(index)] else array
-    return decode(layer, parts, None if layout is None else layout.size)
+        if (of_part := folder.tensors.get(f"{layer}.{part}".removeprefix("."))) is not None:
+            is_each = of_part.shape[: len(index)] == stored.shape[: len(index)]
+            parts[part] = of_part.array(index if is_each else ())
+            if part in WEIGHT_SCALES and isinstance(of_part, TwoLevels) and of_part.tensor is not None:
+                unit = of_part.unit(index)
+    return decode(layer, parts, None if layout is None else layout.size, unit)

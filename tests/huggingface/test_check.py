@@ -7,12 +7,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from folders import (
+    FOUR_BITS,
     HIDDEN,
     LAYERS,
     LAYOUTS,
     LINEAR,
     checkpoint,
     file_of,
+    four_bits,
     header_of,
     packed,
     quantization,
@@ -429,21 +431,136 @@ def test_weights_of_other_distributions_are_sound(tmp_path):
     assert not check_folder(write(tmp_path / "clipped", tensors, config)).faults
 
 
-def four_bits(whole, **group):
-    scheme = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}, **group}
+def test_four_bits_are_sound(tmp_path):
+    """As compressed-tensors, ModelOpt, gpt-oss and DeepSeek-V4 have them; and a layer of each kind in one folder."""
+    for kind in FOUR_BITS:
+        tensors, config, meant = four_bits(kind)
+        folder = write(tmp_path / kind, tensors, config)
+        report = check_folder(folder)
+        assert report.is_sound and not [f for f in report.faults if "is the name of no layer" not in f.problem], report
+        assert report.quantized == len(meant) and report.tensors == len(tensors)
+        assert report.in_four_bits == len(meant) - (kind == "DeepSeek-V4")
+        assert kind in report.layout or (kind, report.layout) == ("DeepSeek-V4", "HF_FP8 and fp8, MXFP4")
+        assert "weights in four bits" in " ".join(str(report).split()) and "E2M1" in str(explain_folder(folder))
+        held = explain_folder(folder).held
+        assert sum(h.bytes for h in held.values()) == sum(x.nbytes for x in tensors.values())
+        read = tensors_in(TensorFolder.open(folder))
+        for name, values in meant.items():
+            for index in np.ndindex(values.shape[:-2]):
+                assert np.array_equal(read[name].read(index).dequantized(), values[index]), f"{kind}, {name}"
+    tensors, config = mixed_bits()
+    report = check_folder(write(tmp_path / "mixed", tensors, config))
+    assert not report.faults and (report.quantized, report.in_four_bits) == (14, 6), report
+    assert report.layout == "FP8_DYNAMIC and NVFP4A16"
+
+
+def mixed_bits():
+    """A checkpoint whose attention is in FP8 and whose MLPs are in four bits."""
+    (tensors, config), (packed, described, _) = checkpoint("FP8_DYNAMIC"), four_bits("NVFP4A16")
+    found = {name: x for name, x in tensors.items() if ".mlp." not in name}
+    found |= {name: x for name, x in packed.items() if ".mlp." in name}
+    groups = {"group_0": group(config) | {"format": "float-quantized"}}
+    groups["group_1"] = group(described) | {"targets": ["re:.*mlp.*"], "format": "nvfp4-pack-quantized"}
+    config["quantization_config"] |= {"format": "mixed-precision", "config_groups": groups}
+    return found, config
+
+
+PACKED, UNIT = f"{LAYER}.weight_packed", f"{LAYER}.weight_global_scale"
+
+# As `BROKEN`, of checkpoints in four bits.
+BROKEN_IN_FOUR_BITS = {
+    "no scales": ("MXFP4", lambda t, c: t.pop(SCALE), PACKED, "four bits and has no"),
+    "exponent NaN": ("MXFP4", put(SCALE, lambda s: at_first(s, 255)), SCALE, "NaN"),
+    "scales lost": ("MXFP4", put(SCALE, lambda s: np.full_like(s, 127)), SCALE, "all of its scales are 1"),
+    "groups of 16": ("MXFP4", put(SCALE, lambda s: np.repeat(s, 2, 1)), SCALE, "shape (64, 8)"),
+    "half of the bytes": ("MXFP4", put(PACKED, lambda w: w[:, ::2].copy()), None, "shape (64, 64)"),
+    "bytes without scales": (
+        "MXFP4",
+        lambda t, c: (t.pop(SCALE), t.update({WEIGHT: t.pop(PACKED)})),
+        WEIGHT,
+        "is in uint8, and `ignore` does not list",
+    ),
+    "exponents in float": ("MXFP4", put(SCALE, lambda s: np.exp2(s.astype(np.float32) - 127)), SCALE, "float32"),
+    "weights zero": ("MXFP4", put(PACKED, np.zeros_like), PACKED, "all of its elements are zero"),
+    "global scale missing": ("NVFP4", lambda t, c: t.pop(UNIT), UNIT, "is missing"),
+    "global scale zero": ("NVFP4A16", put(UNIT, np.zeros_like), UNIT, "it is 0.0"),
+    "global scale NaN": ("NVFP4", put(UNIT, lambda s: s * np.nan), UNIT, "it is nan"),
+    "global scale of rows": ("NVFP4", put(UNIT, lambda s: np.repeat(s, 4)), UNIT, "shape (4,)"),
+    "scales in float": ("NVFP4", put(SCALE, lambda s: s.astype(np.float32)), SCALE, "float8_e4m3fn"),
+    "scale negative": ("NVFP4", put(SCALE, negative), SCALE, "zero or negative"),
+    "input scale missing": ("NVFP4", lambda t, c: t.pop(f"{LAYER}.input_global_scale"), INPUT, "missing"),
+    "input scale zero": (
+        "NVFP4",
+        put(f"{LAYER}.input_global_scale", np.zeros_like),
+        f"{LAYER}.input_global_scale",
+        "infinite",
+    ),
+    "second scale missing": (
+        "modelopt, NVFP4",
+        lambda t, c: t.pop(f"{LAYER}.weight_scale_2"),
+        f"{LAYER}.weight_scale_2",
+        "is missing",
+    ),
+    "scale of an expert missing": (
+        "DeepSeek-V4",
+        lambda t, c: t.pop("layers.0.ffn.experts.1.w1.scale"),
+        "layers.0.ffn.experts.1.w1.weight",
+        "is in int8, and `ignore` does not list",
+    ),
+    "attention in four bits": (
+        "mxfp4, MXFP4 weights",
+        lambda t, c: t.update(four_bit_attention()),
+        "model.layers.0.self_attn.q_proj_blocks",
+        "`ignore` lists",
+    ),
+    "experts' exponent NaN": (
+        "mxfp4, MXFP4 weights",
+        put("model.layers.0.mlp.experts.down_proj_scales", lambda s: at_first(s, 255)),
+        "model.layers.0.mlp.experts.down_proj_scales",
+        "NaN",
+    ),
+    "format of the other": ("MXFP4", configured(format="nvfp4-pack-quantized"), "quantization_config", "groups of 16"),
+    "eight bits": ("MXFP4", set_group("weights", num_bits=8), "quantization_config", "num_bits=8"),
+    "ignored": ("NVFP4", configured(ignore=["lm_head", "re:.*k_proj"]), PACKED, "`ignore` lists"),
+    "no quantization_config": ("NVFP4A16", lambda t, c: c.pop("quantization_config"), PACKED, "four bits, and config"),
+}
+
+
+def four_bit_attention():
+    tensors, _, _ = four_bits("mxfp4, MXFP4 weights")
+    part = "model.layers.0.mlp.experts.down_proj"
+    return {f"model.layers.0.self_attn.q_proj_{x}": tensors[f"{part}_{x}"] for x in ("blocks", "scales")}
+
+
+def test_every_fault_in_four_bits_is_named(tmp_path):
+    for i, (kind, (layout, change, tensor, says)) in enumerate(BROKEN_IN_FOUR_BITS.items()):
+        tensors, config, _ = four_bits(layout)
+        change(tensors, config)
+        report = check_folder(write(tmp_path / str(i), tensors, config))
+        found = [error for error in report.errors if tensor in (None, error.tensor) and says in error.line]
+        assert found, f"{kind}: {report}"
+        assert all(fault.remedy and fault.line.endswith(fault.remedy) for fault in report.faults), kind
+
+
+def test_global_scales_that_differ_where_engines_have_one_are_a_remark(tmp_path):
+    tensors, config, _ = four_bits("NVFP4A16")
+    tensors[UNIT] = tensors[UNIT] * 2
+    (fault,) = check_folder(write(tmp_path / "x", tensors, config)).faults
+    assert not fault.is_error and "weight_global_scale of q_proj, k_proj, v_proj differ" in fault.problem
+
+
+def as_compressed_tensors(whole):
+    scheme = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}
     return {"quant_method": "compressed-tensors", "format": whole, "config_groups": {"group_0": scheme}}
 
 
 # Configurations of layouts that are not read, and what names them.
 UNSUPPORTED = {
-    "mxfp4": {"quant_method": "mxfp4"},
     "awq": {"quant_method": "awq", "bits": 4},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "hqq": {"quant_method": "hqq"},
-    "compressed-tensors nvfp4-pack-quantized": four_bits("nvfp4-pack-quantized"),
-    "compressed-tensors mxfp4-pack-quantized": four_bits("mixed-precision", format="mxfp4-pack-quantized"),
-    "modelopt NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-    "fp8 with experts in MXFP4": {"quant_method": "fp8", "expert_dtype": "fp4"},
+    "compressed-tensors pack-quantized": as_compressed_tensors("pack-quantized"),
+    "modelopt W4A16_AWQ": {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
     "torchao Int4WeightOnlyConfig": {
         "quant_method": "torchao",
         "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}},

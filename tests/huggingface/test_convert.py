@@ -359,7 +359,7 @@ def test_explanations(tmp_path):
     for layout in LAYOUTS:
         tensors, config = checkpoint(layout)
         found = explain_folder(write(tmp_path / layout, tensors, config))
-        in_fp8, scales, others, integers, unknown = found.held.values()
+        in_fp8, in_four, scales, others, integers, unknown = found.held.values()
         assert found.layout == layout and in_fp8.count == len(weights())
         assert in_fp8.bytes == sum(tensors[name].size for name in weights()) and unknown.count == integers.count == 0
         assert scales.bytes == sum(array.nbytes for name, array in tensors.items() if name.endswith(("scale", "inv")))
@@ -370,7 +370,7 @@ def test_explanations(tmp_path):
         tensors |= {f"model.layers.0.self_attn.{name}_scale": np.ones(1, np.float32) for name in "kv"}
         found = explain_folder(write(tmp_path / "more", tensors, config))
         scales = sum("scale" in name for name in tensors)
-        assert [kind.count for kind in found.held.values()][1:3] == [scales, len(tensors) - scales - len(weights())]
+        assert [kind.count for kind in found.held.values()][2:4] == [scales, len(tensors) - scales - len(weights())]
         (row,) = (line.split() for line in str(found).splitlines() if line.split()[:1] == ["all"])
         assert row[:3] == ["all", str(len(tensors)), f"{sum(array.nbytes for array in tensors.values()):,}"]
     assert BLOCKS and LINEAR

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from folders import E2M1_VALUES
 from full_disk import full_disk
 from haliax.state_dict import to_torch_compatible_state_dict
 from helpers import rounded_up
@@ -129,14 +130,21 @@ def test_round_trip(trained, plain, layout, tmp_path):
 
 def assert_dequantized(tensors, layer, weight, layout):
     """`data * scale` in float64 from the bytes, by the documentation of each layout."""
-    data = tensors[f"{layer}.weight"].astype(np.float64)
     scale = tensors.get(f"{layer}.weight_scale", tensors.get(f"{layer}.weight_scale_inv"))
+    if layout.startswith(("MXFP4", "NVFP4")):
+        bytes = tensors[f"{layer}.weight_packed"]
+        data = E2M1_VALUES[np.stack([bytes & 15, bytes >> 4], -1)].reshape(len(bytes), -1)
+        if layout.startswith("NVFP4"):
+            scale = (scale.astype(np.float32) / tensors[f"{layer}.weight_global_scale"]).astype(np.float64)
+            scale = np.repeat(scale, 16, axis=1)
+    else:
+        data = tensors[f"{layer}.weight"].astype(np.float64)
     if scale.dtype == np.uint8:
         scale = np.repeat(2.0 ** (scale.astype(np.float64) - 127), 32, axis=1)
     elif scale.ndim == 2 and scale.shape[1] == -(-data.shape[1] // 128) and scale.shape[0] == -(-data.shape[0] // 128):
         scale = np.kron(scale.astype(np.float64), np.ones((128, 128)))[: data.shape[0], : data.shape[1]]
     np.testing.assert_array_equal(weight, (data * scale.astype(np.float64)).astype(np.float32))
-    assert ("input_scale" in str(list(tensors))) == layouts[layout].is_static
+    assert any("input_" in name and "scale" in name for name in tensors) == layouts[layout].is_static
 
 
 def test_a_changed_bit_is_a_fault_and_no_import(tmp_path):
@@ -492,7 +500,7 @@ def test_fp8_that_a_layout_does_not_hold_is_refused(how, tmp_path):
         served = import_model(tmp_path / "in", layer, weights="frozen")
         kernel = dataclasses.replace(served["a"].kernel, format=np.dtype(ml_dtypes.float8_e4m3fnuz))
         served = eqx.tree_at(lambda m: m["a"].kernel, served, kernel)
-    message = "a is in float8_e4m3fnuz in the model, and layouts have float8_e4m3fn; make it plain with"
+    message = "a is in float8_e4m3fnuz in the model, and the layout has float8_e4m3fn; make it plain with"
     # Before anything is streamed.
     with pytest.raises(ValueError, match=message):
         serving_tensors(served, "FP8_DYNAMIC")

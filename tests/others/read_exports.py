@@ -17,7 +17,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 
-COMPRESSED = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8", "FP8_TENSOR", "W8A16")
+COMPRESSED = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8", "FP8_TENSOR", "W8A16", "MXFP4", "MXFP4A16")
+# Decompressed with scales that are divided in bfloat16.
+ROUNDED = ("NVFP4", "NVFP4A16")
 
 
 def main(folder: pathlib.Path) -> int:
@@ -35,9 +37,9 @@ def main(folder: pathlib.Path) -> int:
     error = np.linalg.norm(logits - expected["logits"]) / np.linalg.norm(expected["logits"])
     note("float32 logits in Transformers", error < 1e-5, f"{error:.1e} relative")
 
-    for layout in (*COMPRESSED, "HF_FP8"):
-        # MXFP8 and fp8 decompress to bfloat16 only; scales that bfloat16 holds make that exact up to its rounding.
-        dtype = torch.bfloat16 if layout in ("MXFP8", "HF_FP8") else torch.float32
+    for layout in (*COMPRESSED, *ROUNDED, "HF_FP8"):
+        # Some decompress to bfloat16 only; scales that bfloat16 holds make that exact up to its rounding.
+        dtype = torch.bfloat16 if layout in ("MXFP8", "HF_FP8") or "FP4" in layout else torch.float32
         model = AutoModelForCausalLM.from_pretrained(folder / layout, dtype=dtype)
         with torch.no_grad():
             finite = bool(model(tokens).logits.isfinite().all())  # which also decompresses
@@ -45,7 +47,11 @@ def main(folder: pathlib.Path) -> int:
         for key in (key for key in expected if key.startswith(f"{layout}/")):
             ours = torch.from_numpy(expected[key]).to(dtype)
             theirs = state[key.removeprefix(f"{layout}/")]
-            different += int((ours != theirs).sum()) if theirs.dtype == dtype else ours.numel()
+            if layout in ROUNDED:
+                ours, theirs = ours.float(), theirs.float()
+                different += int(((ours - theirs).abs() > 2**-6 * ours.abs()).sum())
+            else:
+                different += int((ours != theirs).sum()) if theirs.dtype == dtype else ours.numel()
             count += ours.numel()
         note(f"{layout}: decompressed weights", different == 0 and finite, f"{different} of {count} differ, {dtype}")
 

@@ -11,6 +11,7 @@ import pathlib
 import sys
 import types
 
+import numpy as np
 import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import (
@@ -20,12 +21,15 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
     preset_name_to_scheme,
 )
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
 from safetensors.torch import save_file
 from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 
 PRESETS = ("FP8_DYNAMIC", "FP8", "FP8_BLOCK", "MXFP8", "W8A16")
+FOUR_BITS = ("MXFP4", "MXFP4A16", "NVFP4", "NVFP4A16")
 LIMIT = 448.0
 
 
@@ -62,9 +66,12 @@ def write(preset: str, folder: pathlib.Path) -> None:
         groups = {"group_0": preset_name_to_scheme(preset, ["Linear"])}
     config = QuantizationConfig(config_groups=groups, ignore=["lm_head"], quantization_status="initialized")
     apply_quantization_config(model, config)
-    for module in model.modules():
+    for name, module in model.named_modules():
         scheme = getattr(module, "quantization_scheme", None)
-        if scheme is not None:
+        if scheme is not None and preset in FOUR_BITS:
+            set_four_bits(model, name, module)
+            module.quantization_status = QuantizationStatus.FROZEN
+        elif scheme is not None:
             module.weight_scale.data.copy_(scales(module.weight.data, scheme.weights.strategy, module.weight_scale))
             if hasattr(module, "input_scale"):
                 module.input_scale.data.fill_(0.02)
@@ -73,6 +80,58 @@ def write(preset: str, folder: pathlib.Path) -> None:
     compressor.compress_model(model)
     model.save_pretrained(folder)
     compressor.update_config(str(folder))
+
+
+def set_four_bits(model: LlamaForCausalLM, name: str, module: torch.nn.Module) -> None:
+    """Scales by the library's own functions; those of tensors are one for the layers that engines make one."""
+    parent, _, last = name.rpartition(".")
+    alike = next((parts for parts in FUSED if last in parts), (last,))
+    weights = [model.get_submodule(f"{parent}.{part}").weight.data for part in alike]
+    args, unit = module.quantization_scheme.weights, None
+    if hasattr(module, "weight_global_scale"):
+        joined = torch.cat([weight.flatten() for weight in weights])
+        unit = generate_gparam(joined.amin(), joined.amax())
+        module.weight_global_scale.data.copy_(unit)
+    blocks = module.weight.data.reshape(module.weight.shape[0], -1, args.group_size)
+    scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, global_scale=unit)
+    module.weight_scale.data.copy_(scale.reshape(module.weight_scale.shape).to(module.weight_scale.dtype))
+    if hasattr(module, "input_global_scale"):
+        module.input_global_scale.data.fill_(321.7)
+
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def write_mixed(folder: pathlib.Path) -> None:
+    """A small Llama with attention in FP8 and MLPs in NVFP4."""
+    model = llama()
+    groups = {
+        "attention": preset_name_to_scheme("FP8_DYNAMIC", ["re:.*self_attn.*"]),
+        "mlp": preset_name_to_scheme("NVFP4A16", ["re:.*mlp.*"]),
+    }
+    config = QuantizationConfig(config_groups=groups, ignore=["lm_head"], quantization_status="initialized")
+    apply_quantization_config(model, config)
+    for name, module in model.named_modules():
+        if (scheme := getattr(module, "quantization_scheme", None)) is None:
+            continue
+        if scheme.weights.num_bits == 4:
+            set_four_bits(model, name, module)
+        else:
+            module.weight_scale.data.copy_(scales(module.weight.data, scheme.weights.strategy, module.weight_scale))
+        module.quantization_status = QuantizationStatus.FROZEN
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+
+
+def write_scale_rounding(file: pathlib.Path) -> None:
+    """Amaxes of random blocks, and on the edges of the rule, with the exponents of their scales."""
+    random = torch.randn(1 << 16).abs() * torch.exp2(torch.randint(-30, 30, (1 << 16,)).float())
+    edges = torch.tensor([1.0, 1.5, 1.75, 1.9999999, 3.4999998, 3.5, 6.9999995, 7.0])
+    amax = torch.cat([random, edges])
+    exponents = {f"bits{bits}": generate_mx_scales(amax, bits).numpy() for bits in (4, 8)}
+    np.savez(file, amax=amax.numpy(), **exponents)
 
 
 def write_hugging_face(folder: pathlib.Path, scale_fmt: str) -> None:
@@ -111,8 +170,10 @@ def save(model: LlamaForCausalLM, tensors: dict[str, torch.Tensor], folder: path
 if __name__ == "__main__":
     torch.manual_seed(0)
     root = pathlib.Path(sys.argv[1])
-    for name in PRESETS:
+    for name in (*PRESETS, *FOUR_BITS):
         write(name, root / name)
+    write_mixed(root / "mixed")
+    write_scale_rounding(root / "scale_rounding.npz")
     write_hugging_face(root / "fp8", "float")
     write_hugging_face(root / "fp8-ue8m0", "ue8m0")
     write_modelopt(root / "modelopt")

@@ -47,7 +47,7 @@ RESULTS = {
     "statistics": (lambda: measured(X), ["Quantization of each operand", "up[0]", "output_grad", "SQNR"], 80),
     "preflight": (
         lambda: inspect_step(lambda a, b: a @ b, jnp.ones((8, 8)), jnp.ones((8, 8)), device="local"),
-        ["of the FLOPs in FP8 on", "other launches"],
+        ["of the FLOPs in FP8 and", "other launches"],
         80,
     ),
 }

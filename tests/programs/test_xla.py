@@ -197,10 +197,19 @@ def test_what_reads_a_product_of_tritons_is_fused(name, device, compiled):
     assert told < not_told
 
 
+def test_each_element_is_divided():
+    random = np.random.default_rng(0)
+    x, divisor = random.uniform(0, 448, (8, 64)).astype(np.float32), random.uniform(1, 9, (8, 1)).astype(np.float32)
+    divided = jax.jit(lambda x, divisor: x / xla.divisor_of_each(divisor, x.shape))(x, divisor)
+    np.testing.assert_array_equal(divided, x / divisor)
+    assert (np.asarray(jax.jit(jnp.divide)(x, divisor)) != x / divisor).any()
+
+
 # --- Completeness -----------------------------------------------------------------------------------------------------
 
 # Functions that have a test of their own, in this folder. Small programs do not show what `transposed_once` does.
 SHOWN_BY = {
+    "divisor_of_each": "test_xla.py::test_each_element_is_divided",
     "divided_as_made": "test_several_devices.py::test_what_devices_send_and_keep",
     "gathered_once": "test_several_devices.py::test_what_devices_send_and_keep",
     "transposed_separately_on_one": "test_several_devices.py::test_one_device_transposes_separately",

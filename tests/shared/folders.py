@@ -1,5 +1,6 @@
 """Small checkpoints of a Llama in every layout, quantized in float64 and written without the package."""
 
+import itertools
 import json
 import struct
 
@@ -9,15 +10,17 @@ import numpy as np
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 BF16 = np.dtype(ml_dtypes.bfloat16)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 NAMES = {
     E4M3: "F8_E4M3",
     BF16: "BF16",
     np.dtype(np.float32): "F32",
     np.dtype(np.float16): "F16",
     np.dtype(np.uint8): "U8",
+    np.dtype(np.int8): "I8",
     np.dtype(ml_dtypes.float8_e5m2): "F8_E5M2",
     np.dtype(ml_dtypes.float8_e4m3fnuz): "F8_E4M3FNUZ",
-    np.dtype(ml_dtypes.float8_e8m0fnu): "F8_E8M0",
+    E8M0: "F8_E8M0",
 }
 HIDDEN, INNER, VOCABULARY, LAYERS = 128, 384, 64, 2
 LAYOUTS = ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "W8A16", "MXFP8", "HF_FP8", "modelopt")
@@ -244,3 +247,116 @@ def write(folder, tensors, config, shards=None):
     index = {"metadata": {"total_size": sum(array.nbytes for array in tensors.values())}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+# --- Four bits, made by hand from a table of values -------------------------------------------------------------------
+
+# The codes with an even mantissa come first: they win ties.
+_CODES = np.array(sorted(range(16), key=lambda code: code % 2))
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+FOUR_BITS = ("MXFP4", "MXFP4A16", "NVFP4", "NVFP4A16", "modelopt, NVFP4", "mxfp4, MXFP4 weights", "DeepSeek-V4")
+
+
+def in_four_bits(values, size, unit=None):
+    """Codes, two in a byte, scales of blocks as they are stored, and what both mean, in float32.
+
+    Scales are exponents, so that the largest is in [3.5, 7) as in compressed-tensors; or those in E4M3 with
+    `unit(scale)` to give the scale in float32.
+    """
+    blocks = values.astype(np.float64).reshape(*values.shape[:-1], -1, size)
+    amax = np.abs(blocks).max(axis=-1)
+    if unit is None:
+        stored = (np.floor(np.log2(np.maximum(amax, 1e-30) / 3.5)) + 127).astype(np.uint8)
+        scale = np.exp2(stored.astype(np.float64) - 127).astype(np.float32)
+    else:
+        stored = np.maximum(amax / 6 / np.asarray(unit(np.float32(1)), np.float64), 2.0**-9).astype(E4M3)
+        scale = unit(stored.astype(np.float32))
+    codes = _CODES[np.abs(blocks[..., None] / scale[..., None, None] - E2M1_VALUES[_CODES]).argmin(-1)].reshape(
+        values.shape
+    )
+    meant = E2M1_VALUES[codes].astype(np.float32) * np.repeat(scale, size, -1)
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8), stored, meant
+
+
+def four_bit_config(kind):
+    """The `quantization_config` of a layout in four bits."""
+    if kind == "modelopt, NVFP4":
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    if kind == "mxfp4, MXFP4 weights":
+        left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        return {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    if kind == "DeepSeek-V4":
+        described = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+        return described | {"activation_scheme": "dynamic", "expert_dtype": "fp4"}
+    is_nv, size = kind.startswith("NV"), 16 if kind.startswith("NV") else 32
+    common = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": size}
+    common |= {"strategy": "tensor_group" if is_nv else "group"}
+    common |= {"scale_dtype": "torch.float8_e4m3fn" if is_nv else "torch.uint8"}
+    inputs = None if kind.endswith("A16") else {**common, "dynamic": "local" if is_nv else True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind[:5].lower()}-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {**common, "dynamic": False}, "input_activations": inputs}
+        },
+        "ignore": ["lm_head"],
+    }
+
+
+def four_bits(kind):
+    """A checkpoint in four bits: its tensors, its configuration, and what its weights mean, by the names of weights."""
+    tensors, meant, random = {}, {}, np.random.default_rng(0)
+    if kind == "mxfp4, MXFP4 weights":
+        experts = {"gate_up_proj": (3, 64, HIDDEN), "down_proj": (3, HIDDEN, 32)}
+        for part, shape in experts.items():
+            name = f"model.layers.0.mlp.experts.{part}"
+            codes, scale, meant[f"{name}.weight"] = in_four_bits(random.standard_normal(shape) / 8, 32)
+            tensors |= {f"{name}_blocks": codes.reshape(*scale.shape, 16), f"{name}_scales": scale}
+            tensors[f"{name}_bias"] = np.ones(shape[:2], BF16)
+        attention = "model.layers.0.self_attn.q_proj.weight"
+        tensors |= {attention: plain()[attention], "model.embed_tokens.weight": plain()["model.embed_tokens.weight"]}
+        return tensors, {"model_type": "gpt_oss", "quantization_config": four_bit_config(kind)}, meant
+    if kind == "DeepSeek-V4":
+        for i, part in itertools.product(range(2), ("w1", "w2")):
+            layer = f"layers.0.ffn.experts.{i}.{part}"
+            codes, scale, meant[f"{layer}.weight"] = in_four_bits(random.standard_normal((64, HIDDEN)) / 8, 32)
+            tensors |= {f"{layer}.weight": codes.view(np.int8), f"{layer}.scale": scale.view(E8M0)}
+        data, scale = quantize(plain()["model.layers.0.self_attn.q_proj.weight"], "HF_FP8")
+        scale = np.exp2(np.ceil(np.log2(scale)))
+        tensors |= {"layers.0.attn.wq_a.weight": data, "layers.0.attn.wq_a.scale": scale.astype(E8M0)}
+        meant["layers.0.attn.wq_a.weight"] = data.astype(np.float32) * scale
+        tensors["layers.0.attn.compressor.wkv.weight"] = random.standard_normal((64, HIDDEN)).astype(BF16)
+        return tensors, {"model_type": "deepseek_v4", "quantization_config": four_bit_config(kind)}, meant
+    units = {}
+    for name, weight in plain().items():
+        layer = name.removesuffix(".weight")
+        if "_proj" not in name:
+            tensors[name] = weight
+            continue
+        if kind.startswith("MX"):
+            codes, scale, meant[name] = in_four_bits(weight, 32)
+            tensors |= {f"{layer}.weight_packed": codes, f"{layer}.weight_scale": scale}
+            continue
+        # One for all layers that engines make one.
+        parent = layer.rpartition(".")[0] if not layer.endswith(("o_proj", "down_proj")) else layer
+        alike = [w for n, w in plain().items() if n.startswith(parent) and ("o_proj" in n) == ("o_proj" in name)]
+        alike = alike if parent != layer else [weight]
+        amax = units.setdefault(parent, max(float(np.abs(w.astype(np.float64)).max()) for w in alike))
+        if kind == "modelopt, NVFP4":
+            unit = np.float32(amax / 2688)
+            codes, scale, meant[name] = in_four_bits(weight, 16, lambda scale, unit=unit: scale * unit)
+            tensors |= {f"{layer}.weight": codes, f"{layer}.weight_scale": scale, f"{layer}.weight_scale_2": unit}
+            tensors |= {f"{layer}.input_scale": np.array(0.003, np.float32)}
+        else:
+            unit = np.array([2688 / amax], np.float32)
+            codes, scale, meant[name] = in_four_bits(weight, 16, lambda scale, unit=unit: scale / unit)
+            tensors |= {f"{layer}.weight_packed": codes, f"{layer}.weight_scale": scale}
+            tensors |= {f"{layer}.weight_global_scale": unit}
+            if kind == "NVFP4":
+                tensors[f"{layer}.input_global_scale"] = np.array([321.7], np.float32)
+    return (
+        {name: np.asarray(x) for name, x in tensors.items()},
+        config() | {"quantization_config": four_bit_config(kind)},
+        meant,
+    )
