@@ -22,7 +22,15 @@ cases.
 - a layer of experts, its output and gradients: bf16 with and without `use_gmm`, and our Pallas kernels;
 - causal attention and its gradients, in bf16 by cuDNN and in FP8;
 - training steps of a model with the shape of Llama-8B (`lib/language_model.py`) with the most sequences that fit, in
-  bf16 and with `haliax_fp8`, one after the other, because both do not fit at once.
+  bf16 and with `haliax_fp8`, one after the other, because both do not fit at once. Then with the logits of one sequence
+  at a time, also with the head in FP8, and with the moments in FP8;
+- how long the GPU is idle in the unrolled blocks, from a profile.
+
+Within nine minutes of a GPU, what nobody has measured yet, and what users compare with:
+
+    XLA_FLAGS=--xla_gpu_enable_triton_gemm=false uv run benchmarks/faster_on_hopper.py --minutes 6 --json own.json \
+        --part "Llama-8B, scan" --part idle --part "training, loss in parts"
+    uv run benchmarks/faster_on_hopper.py --minutes 3 --json defaults.json --part "Llama-8B, unrolled"
 
 The time of a layer or block is that of its launches in sequence: several runs are started in a row. One step sets the
 scales before the measurement. Memory is what the compiled program needs, arguments included, from XLA's own analysis: a
@@ -40,8 +48,9 @@ import json
 import math
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,13 +72,14 @@ from a_third_fewer_bytes_in_microbatches import WAYS, MicrobatchSizes, gradients
 from flax.linen import fp8_ops  # noqa: E402
 from less_memory_than_bf16 import BF16, SHARED_KEPT  # noqa: E402
 from lib import attention, experts, language_model, output  # noqa: E402
-from lib.language_model import ModelSizes  # noqa: E402
+from lib.language_model import WAYS_IN_PARTS, ModelSizes, Way  # noqa: E402
 from lib.libraries import LIBRARIES, Library, in_bf16  # noqa: E402
 from lib.models import STACKS, TINY, Sizes, Stack, llama, loss  # noqa: E402
 from lib.output import Row  # noqa: E402
-from lib.programs import compiled, explained, figures, measure_in_turn, median_of, seconds_of  # noqa: E402
+from lib.programs import busy_and_span, compiled, explained, figures, measure_in_turn, median_of, seconds_of  # noqa: E402
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: E402
 
+import haliax_fp8 as fp8  # noqa: E402
 from haliax_fp8.memory import rematerialized  # noqa: E402
 
 
@@ -178,6 +188,8 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
         for how, (joined, library) in REMATERIALIZED.items():
             stack = llama(joined=joined, stacked=name == SCAN, between=rematerialized)
             builders[how] = partial(blocks, stack, library, plan.blocks)
+        if name == SCAN:
+            builders["haliax_fp8, nothing recomputed"] = partial(blocks, STACKS[name], NOTHING_RECOMPUTED, plan.blocks)
         return Point(name, f"{plan.blocks.llama.layers} blocks", partial(measured_in_turn, builders, plan, None))
 
     ways = {"bf16": (None, in_each)} | {f"haliax_fp8, {name}": ("delayed", way) for name, way in WAYS.items()}
@@ -203,7 +215,10 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
         useful = 7 * tokens**2 * heads * features
         return Point("attention", " x ".join(map(str, size)), partial(measured_in_turn, builders, plan, useful))
 
-    train = Point("training", f"{plan.model.config.max_length} tokens a sequence", partial(trained, plan))
+    of_sequences = f"{plan.model.config.max_length} tokens a sequence"
+    train = Point("training", of_sequences, partial(trained, plan, language_model.WAYS))
+    in_parts = Point("training, loss in parts", of_sequences, partial(trained, plan, WAYS_IN_PARTS))
+    idle = Point("idle", f"{plan.blocks.llama.layers} blocks", partial(idle_times, plan))
     products = [
         in_turn("product", size, {name: partial(product, *dtypes, *size) for name, dtypes in OPERANDS.items()}, 1)
         for size in plan.products
@@ -217,6 +232,8 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
         *products,
         *stacks,
         train,
+        in_parts,
+        idle,
         *map(linear, plan.grid),
     ]
     names = dict.fromkeys(point.part for point in every)
@@ -327,6 +344,10 @@ REMATERIALIZED = {
 }
 """Norms and activations rematerialized in the blocks' code, kernels kept."""
 
+NOTHING_RECOMPUTED = dataclasses.replace(
+    LIBRARIES["haliax_fp8"], gradient=partial(fp8.filter_grad, recompute_in_scans=False)
+)
+
 
 def blocks(stack: Stack, chosen: Library, sizes: Sizes) -> tuple[Callable[[], Any], Row]:
     """The gradient of blocks, with the next state."""
@@ -365,6 +386,34 @@ def one_attention(way: str, *size: int) -> tuple[Callable[[], Any], Row]:
     return program.of(with_state_of(gradient, op), *arrays), program.facts
 
 
+def idle_times(plan: Plan, repeats: int = 5) -> Iterator[Row]:
+    """How long the GPU computes nothing while the gradient of the unrolled blocks runs, from a profile."""
+    for name in ("bf16", "haliax_fp8"):
+        run, facts = blocks(STACKS["Llama-8B, unrolled"], LIBRARIES[name], plan.blocks)
+        seconds_of(run, 2)
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                seconds_of(run, repeats)
+            (file,) = Path(folder).rglob("*.xplane.pb")
+            planes = jax.profiler.ProfileData.from_file(str(file)).planes
+            launches = [
+                (event.start_ns, event.start_ns + event.duration_ns)
+                for plane in planes
+                if plane.name.startswith("/device:GPU")
+                for line in plane.lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            ]
+        if not launches:
+            yield {"library": name, **facts, "error": "the profile has no launches: this device is not a GPU"}
+            continue
+        busy, span = busy_and_span(launches)
+        milliseconds, idle = span / repeats / 1e6, (span - busy) / repeats / 1e6
+        times = dict.fromkeys(("ms", "ms_least", "ms_most"), milliseconds)
+        note = f"idle for {idle:.2f} ms of it, {len(launches) / repeats:.0f} launches"
+        yield {"library": name, **facts, **times, "idle_ms": idle, "note": note}
+
+
 def with_state_of(gradient: Any, model: Any) -> Any:
     """The model with the scales and histories that its gradient carries, and the weights that it had."""
     if fp8_ops.OVERWRITE_WITH_GRADIENT in (model if isinstance(model, dict) else ()):
@@ -375,17 +424,17 @@ def with_state_of(gradient: Any, model: Any) -> Any:
 
 
 def training_steps(
-    library: str, sizes: ModelSizes, sequences: int, implementation: str, limit: int | None, repeats: int
+    way: Way, sizes: ModelSizes, sequences: int, implementation: str, limit: int | None, repeats: int
 ) -> Row | None:
     """Tokens per second; None if the program says that it does not fit."""
-    abstract = eqx.filter_eval_shape(language_model.initial, library, sizes, implementation)
+    abstract = eqx.filter_eval_shape(way.initial, sizes, implementation)
     tokens = language_model.batch(sizes, sequences)
-    step = lambda state, tokens: language_model.STEP(*state, tokens)
+    step = lambda state, tokens: way.step(*state, tokens)
     program = compiled(step, abstract, tokens, donate=(0,))
     if limit is not None and program.facts["program_gb"] * 1e9 > 0.97 * limit:
         return None
     # In one program, so that no copies of all weights are ever there together.
-    state = eqx.filter_jit(language_model.initial)(library, sizes, implementation)
+    state = eqx.filter_jit(way.initial)(sizes, implementation)
 
     def run() -> Any:
         nonlocal state
@@ -401,11 +450,12 @@ def training_steps(
     return {**figures(measured), **program.facts, **so_far, "tokens_per_second": per_second}
 
 
-def trained(plan: Plan, measure: Callable[..., Row | None] = training_steps) -> Iterator[Row]:
+def trained(plan: Plan, ways: Mapping[str, Way], measure: Callable[..., Row | None] = training_steps) -> Iterator[Row]:
     """Steps of the model, with as many layers as fit and the most sequences that fit.
 
     Args:
         plan: What is measured.
+        ways: The ways to train, by name; the first is bf16.
         measure: As `training_steps`.
     """
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -415,12 +465,12 @@ def trained(plan: Plan, measure: Callable[..., Row | None] = training_steps) -> 
     # The backend that a GPU has for bf16; XLA's own elsewhere.
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
     most, baseline = plan.sequences, None
-    for library in language_model.CONVERSIONS:
+    for library, way in ways.items():
         row: Row = {"library": library, "error": "not one sequence fits"}
         sequences = most
         while sequences:
             try:
-                found = measure(library, sizes, sequences, implementation, limit, plan.steps)
+                found = measure(way, sizes, sequences, implementation, limit, plan.steps)
             except Exception as error:
                 row = {"library": library, "error": explained(error)}
                 if implementation == "cudnn" and "cudnn" in str(error).lower():
@@ -568,7 +618,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "program, GB": _number("program_gb", ".2f"),
     "products in cuBLAS FP8 / cuBLAS other / Triton": _products,
     "compiled in, s": _number("compile_s", ".1f"),
-    "note": lambda row: row.get("error", ""),
+    "note": lambda row: row.get("error", row.get("note", "")),
 }
 
 

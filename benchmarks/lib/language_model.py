@@ -5,6 +5,7 @@ The embedding and the head stay in bf16, as is common. Positions are not encoded
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +16,7 @@ import optax
 
 import haliax_fp8 as fp8
 from haliax_fp8.models import Transformer, TransformerConfig
+from haliax_fp8.training import quantized_state
 from lib.models import LLAMA_8B
 
 
@@ -58,20 +60,64 @@ def next_token_loss(model: Transformer, tokens: hax.NamedArray) -> jax.Array:
     return losses.mean()
 
 
+def loss_in_parts(model: Transformer, tokens: hax.NamedArray) -> jax.Array:
+    """The same, with the logits of one sequence at a time, which the backward pass computes again."""
+    cast = fp8.cast_params(model, jnp.bfloat16)
+
+    @jax.checkpoint
+    def of_sequence(sequence: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x, targets = sequence
+        logits = cast.logits(hax.named(x, ("position", "hidden"))).array.astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:-1], targets).mean()
+
+    x = cast.activations(tokens).rearrange(("batch", "position", "hidden")).array
+    return jax.lax.map(of_sequence, (x, tokens.array[:, 1:])).mean()
+
+
 CONVERSIONS = {
     "bf16": lambda model: model,
     "haliax_fp8": lambda model: fp8.fp8_linear_layers(model, fp8.Fp8Config(exclude="head")),
 }
 """What the model is trained in, by name."""
 
-STEP = fp8.TrainStep(next_token_loss, optax.adamw(1e-4))
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to train the model.
+
+    Args:
+        convert: Converts it.
+        loss: Its loss.
+        optimizer: The optimizer.
+    """
+
+    convert: Callable[[Transformer], Transformer]
+    loss: Callable[..., jax.Array] = next_token_loss
+    optimizer: optax.GradientTransformation = optax.adamw(1e-4)
+
+    @property
+    def step(self) -> fp8.TrainStep:
+        """Its step."""
+        return fp8.TrainStep(self.loss, self.optimizer)
+
+    def initial(self, sizes: ModelSizes, implementation: str | None) -> tuple[Any, Any]:
+        """The model and the optimizer's state."""
+        config = dataclasses.replace(sizes.config, attention=JaxAttention(implementation))
+        model = self.convert(Transformer.init(config, key=jax.random.key(0)))
+        return model, self.step.init(model)
 
 
-def initial(library: str, sizes: ModelSizes, implementation: str | None) -> tuple[Any, Any]:
-    """The model and the optimizer's state."""
-    config = dataclasses.replace(sizes.config, attention=JaxAttention(implementation))
-    model = CONVERSIONS[library](Transformer.init(config, key=jax.random.key(0)))
-    return model, STEP.init(model)
+WAYS = {name: Way(convert) for name, convert in CONVERSIONS.items()}
+"""As `CONVERSIONS`, with all logits at once."""
+
+WAYS_IN_PARTS = {
+    **{name: Way(convert, loss_in_parts) for name, convert in CONVERSIONS.items()},
+    "haliax_fp8, head in FP8": Way(fp8.fp8_linear_layers, loss_in_parts),
+    "haliax_fp8, head and moments in FP8": Way(
+        fp8.fp8_linear_layers, loss_in_parts, quantized_state(optax.adamw(1e-4))
+    ),
+}
+"""With the logits of one sequence at a time."""
 
 
 def batch(sizes: ModelSizes, sequences: int) -> hax.NamedArray:
@@ -82,7 +128,7 @@ def batch(sizes: ModelSizes, sequences: int) -> hax.NamedArray:
 
 def state_bytes(sizes: ModelSizes) -> int:
     """Of weights and moments."""
-    state = eqx.filter_eval_shape(initial, "bf16", sizes, None)
+    state = eqx.filter_eval_shape(WAYS["bf16"].initial, sizes, None)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if hasattr(leaf, "dtype"))
 
 

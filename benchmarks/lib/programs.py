@@ -140,3 +140,12 @@ def explained(error: BaseException) -> str:
     """An error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"
+
+
+def busy_and_span(intervals: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """For how long at least one of the intervals lasts, and how long it is from the first to the last."""
+    busy, end = 0.0, -math.inf
+    for start, stop in sorted(intervals):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return busy, end - min(start for start, _ in intervals)

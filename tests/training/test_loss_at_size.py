@@ -1,9 +1,14 @@
-"""benchmarks/loss_at_75_million_weights.py at a toy size: a comparison, and calls that add to it."""
+"""Benchmarks of training: a comparison of losses at a toy size, and what others count with."""
 
 import json
 import sys
 from pathlib import Path
 
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 
@@ -49,3 +54,25 @@ def test_runs_of_two_calls_are_compared_in_one_file(tmp_path, folder, capsys):
     with pytest.raises(ValueError, match="steps=6"):
         asked("delayed:0", steps=3)
     assert json.loads(results.read_text()) == content
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_loss_in_parts_is_the_loss():
+    from lib.language_model import loss_in_parts, next_token_loss
+
+    from haliax_fp8.models import Transformer, TransformerConfig
+
+    model = Transformer.init(TransformerConfig(layers=1, hidden=32, heads=1, mlp=32, unroll=1), key=jax.random.key(0))
+    tokens = hax.named(jax.random.randint(jax.random.key(1), (3, 16), 0, 256), ("batch", "position"))
+    whole, in_parts = (eqx.filter_value_and_grad(loss)(model, tokens) for loss in (next_token_loss, loss_in_parts))
+    # Sums in another order, and products in bfloat16 of other shapes.
+    np.testing.assert_allclose(whole[0], in_parts[0], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(whole[1]), jax.tree.leaves(in_parts[1]), strict=True):
+        assert jnp.linalg.norm(a - b) <= 2e-2 * jnp.linalg.norm(a)
+
+
+def test_time_in_which_nothing_runs():
+    from lib.programs import busy_and_span
+
+    # Two overlap, one lies within another, and there are gaps of 1 and 3.
+    assert busy_and_span([(10, 14), (0, 4), (3, 6), (1, 2), (7, 7)]) == (10.0, 14)
