@@ -34,9 +34,11 @@ class Block(eqx.Module):
         return x + jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(x)))
 
 
-def converted(recipe):
-    # This machine is a CPU.
-    config = recipe if isinstance(recipe, fp8.Fp8Config) else fp8.Fp8Config(recipe=recipe, emulate=True)
+DEFAULT = KernelResidual.REQUANTIZE_WHERE_CHEAP
+
+
+def converted(recipe, kernel_residual=DEFAULT):
+    config = fp8.Fp8Config(recipe=recipe, kernel_residual=kernel_residual, emulate=True)  # This machine is a CPU.
     return eqx.filter_eval_shape(lambda: fp8.fp8_linear_layers([Block(), Block()], config))
 
 
@@ -56,9 +58,9 @@ X = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
 
 
 @functools.cache
-def divided(recipe):
+def divided(recipe, kernel_residual=DEFAULT):
     """Weights and tokens over eight B200s (FSDP)."""
-    model = converted(recipe)
+    model = converted(recipe, kernel_residual)
     weights = jax.tree.map(lambda leaf: P("data") if leaf.shape in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)) else P(), model)
     mesh = {"data": DEVICES}
     return inspect_step(step, model, X, device="b200", mesh=mesh, shardings=(weights, P("data")))
@@ -77,12 +79,8 @@ def test_blocks_send_little_more_than_delayed_scaling(recipe):
     assert report.step.flops == 2 * (3 * 4 - 1) * TOKENS // DEVICES * WIDTH * HIDDEN
     # By default, delayed scaling keeps a kernel as it was gathered. Where kernels have other blocks for dgrad, they
     # are gathered for it too.
-    as_often = (
-        "delayed"
-        if recipe == "deepseek"
-        else fp8.Fp8Config(recipe="delayed", kernel_residual=KernelResidual.REQUANTIZE, emulate=True)
-    )
-    assert sent(report) <= 1.1 * sent(divided(as_often))
+    residual = DEFAULT if recipe == "deepseek" else KernelResidual.REQUANTIZE
+    assert sent(report) <= 1.1 * sent(divided("delayed", residual))
     report.require(fp8_gathers=1.0)
 
 
