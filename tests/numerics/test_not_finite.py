@@ -11,10 +11,6 @@ import haliax_fp8 as fp8
 from haliax_fp8.recipes import E4M3, E5M2, CurrentScaling, OperandUse, Quantization, StaticScaling
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 MATRIX = (((1,), (0,)), ((), ()))
 KEY = jax.random.key(3)
 VALUES = [np.inf, -np.inf, np.nan]

@@ -49,10 +49,6 @@ from haliax_fp8 import (
 from haliax_fp8.recipes import saturating_cast
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 PLAIN = (((1,), (0,)), ((), ()))
 OPERANDS = ("input", "kernel", "output_grad")

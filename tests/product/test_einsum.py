@@ -28,10 +28,6 @@ from haliax_fp8._einsum import Subscripts
 from haliax_fp8.training import fp8_states
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 SHORT = DelayedScaling(amax_history_length=4)
 
 

@@ -24,10 +24,6 @@ from haliax_fp8.recipes import (
 )
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 MATRIX = (((1,), (0,)), ((), ()))
 ROWS, INPUTS, OUTPUTS = 37, 141, 50
 WHOLE = 256  # a multiple of 16, 32 and 128

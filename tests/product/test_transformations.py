@@ -25,10 +25,6 @@ from haliax_fp8._state.table import guarded
 from haliax_fp8.recipes import StaticScaling
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 WIDTH, LENGTH = 8, 4
 SHAPE = (2, 4, WIDTH)
 

@@ -12,10 +12,6 @@ from helpers import E4M3, equations, products_in, unchecked
 import haliax_fp8 as fp8
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 MATRIX = (((1,), (0,)), ((), ()))
 
 

@@ -16,11 +16,7 @@ from haliax_fp8.preflight import compilable_devices, inspect_step
 from haliax_fp8.recipes import E4M3
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without"),
-]
+pytestmark = pytest.mark.slow
 
 SHAPES = {"matrices": (512, 256, 768), "one row": (1, 256, 768), "one column": (512, 256, 1), "one term": (64, 1, 32)}
 SMALL = (4, 4, 4)

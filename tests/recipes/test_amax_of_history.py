@@ -25,10 +25,6 @@ from haliax_fp8.recipes import (
 )
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 OPERANDS = ("input", "kernel", "output_grad")
 STEPS = 50
 # A scale is three float32 divisions away from float64's; a moving average some 16 sums more.

@@ -16,10 +16,6 @@ from haliax_fp8.recipes import HighPrecision, MXFP8Scaling, Quantization, by_nam
 from haliax_fp8.statistics import Problem, diagnose
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 X = jax.random.normal(jax.random.key(1), (64, 16))
 PLAIN = eqx.nn.MLP(16, 16, 64, 2, activation=jax.nn.gelu, key=jax.random.key(0))
 KEY = jax.random.key(2)

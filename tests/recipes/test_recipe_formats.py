@@ -24,10 +24,6 @@ from haliax_fp8.recipes import (
 )
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 FNUZ = {"forward": E4M3FNUZ, "backward": E5M2FNUZ}
 E4M3 = {"forward": fp8.recipes.E4M3, "backward": fp8.recipes.E4M3}
 FORMATS = {"fnuz": FNUZ, "E4M3": E4M3}

@@ -30,10 +30,6 @@ from haliax_fp8.recipes import (
 from haliax_fp8.recipes.scaling.block import e8m0_exponent
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 MATRIX = (((1,), (0,)), ((), ()))
 RECIPES = sorted(fp8.recipes.named)
 # Of each kind of scales one: of tensors, from a history and without, of rows, of blocks, and of blocks in two levels.

@@ -16,10 +16,6 @@ import haliax_fp8 as fp8
 from haliax_fp8.recipes import E4M3, E5M2, CurrentScaling, Quantization, StaticScaling
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 OPERANDS = ("input", "kernel", "output_grad")
 GIVEN = (0.25, 0.3, 3e-4)
 RECIPE = fp8.Recipe(

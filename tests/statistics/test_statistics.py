@@ -27,10 +27,6 @@ from haliax_fp8.recipes.scaling import STATISTICS, statistics_of
 from haliax_fp8.recipes.scaling.measured import Members
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 OPERANDS = ("input", "kernel", "output_grad")
 KEY = jax.random.key(0)
 FIELDS = (

@@ -13,10 +13,6 @@ import haliax_fp8 as fp8
 from haliax_fp8.training import incremental_update
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 X = jax.random.normal(jax.random.key(1), (32, 8))
 PLAIN = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
 MODEL = fp8.fp8_linear_layers(PLAIN)

@@ -13,10 +13,6 @@ from jax.experimental import checkify
 import haliax_fp8 as fp8
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 In, Out, Batch = hax.make_axes(embed=8, out=4, batch=8)
 
 

@@ -35,10 +35,6 @@ from haliax_fp8.statistics import every
 from haliax_fp8.training import fp8_states
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 KEY = jax.random.key(0)
 PLAIN = eqx.nn.MLP(8, 8, 16, 1, key=KEY)
 MODEL = fp8_linear_layers(PLAIN, amax_history_length=4)

@@ -14,10 +14,6 @@ from transformations import with_custom_vjp, with_filter_custom_jvp
 import haliax_fp8 as fp8
 
 
-# Gradients of weights alone, which train nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
-
-
 CONFIG = fp8.Fp8Config(amax_history_length=4)
 LAYER = fp8.fp8_linear_layers(eqx.nn.Linear(4, 4, key=jax.random.key(0)), CONFIG)
 X = jax.random.normal(jax.random.key(1), (8, 4))
