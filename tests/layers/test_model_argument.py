@@ -29,6 +29,7 @@ DIAGNOSIS = statistics.Diagnosis(())
 
 # Of a model alone: an op or an array is none.
 OF_LAYERS = {
+    "export_adapter(model, directory)": lambda model: huggingface.export_adapter(model, "folder"),
     "export_model(model, directory)": lambda model: huggingface.export_model(model, "folder"),
     "serving_tensors(model, layout)": huggingface.serving_tensors,
     "import_model(directory, model)": lambda model: huggingface.import_model("folder", model),

@@ -443,7 +443,7 @@ def test_arguments(arguments, message):
         FasterOn(**{"device": "h100", "tokens": 8192, **arguments})
 
 
-SHARES = [field.name for field in dataclasses.fields(Efficiency) if field.name != "launch"]
+SHARES = [field.name for field in dataclasses.fields(Efficiency) if field.name not in ("launch", "idle")]
 
 
 @pytest.mark.parametrize("value", [0.0, 1.5, -1.0, math.nan])
@@ -454,9 +454,10 @@ def test_shares_of_the_peaks(value):
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_the_time_of_a_launch(value):
-    with pytest.raises(ValueError, match=f"launch={value!r} of Efficiency must be seconds"):
-        Efficiency(launch=value)
+def test_times(value):
+    for name in ("launch", "idle"):
+        with pytest.raises(ValueError, match=f"{name}={value!r} of Efficiency must be seconds"):
+            Efficiency(**{name: value})
 
 
 def test_devices_are_found_by_their_kind():

@@ -237,8 +237,8 @@ SIZES = TransformerConfig(
 
 def published(folder, layout, **sizes):
     """A folder, and Levanter's model for it: its configuration, and the model without weights."""
-    import transformers
-    from levanter.models.llama import LlamaConfig
+    transformers = pytest.importorskip("transformers")
+    LlamaConfig = pytest.importorskip("levanter.models.llama").LlamaConfig
 
     model = Transformer.init(dataclasses.replace(SIZES, **sizes), key=jax.random.key(7))
     export_model(model, folder, layout)

@@ -72,11 +72,13 @@ def test_fp8_copies_are_kept_in_place_of_operands(name):
     before, after = kept_by_jax(kind, plain(kind)), kept_by_jax(kind, converted(kind))
     # Kernels are parameters, there to be quantized again; a stack would keep the slices of them, and keeps copies.
     kernels = 3 * name.startswith("scan")
+    # Devices that gather kernels need what they gathered. XLA drops it from programs whose devices have whole kernels.
+    sent_kernels = 3 if kind.experts == 1 else kernels
     kernel = kind.experts * KERNEL
     # The norm's output, operand of two layers; what `down` reads; three kernels.
     operands = {("bf16", NARROW): 1, ("bf16", WIDE): 1, ("bf16", kernel): kernels}
     # Layers have scales of their own, and so copies of their own.
-    copies = {(E4M3, NARROW): 2, (E4M3, WIDE): 1, (E4M3, kernel): kernels}
+    copies = {(E4M3, NARROW): 2, (E4M3, WIDE): 1, (E4M3, kernel): sent_kernels}
     assert before - after == +of_all_blocks(name, operands)
     assert after - before == +of_all_blocks(name, copies)
 
@@ -90,7 +92,9 @@ def test_every_recipe_keeps_what_its_gradients_multiply(recipe):
     # Where the amax would have to be taken again, copies of kernels are kept.
     kernels = 3 * fp8.recipes.named[recipe].measures_kernel_again
     operands = Counter({("bf16", KERNEL): kernels})
-    copies = Counter({(xla_name(for_dgrad.format.storage), KERNEL): kernels})
+    # Of stored scales, both are there until XLA drops one.
+    sent_kernels = 3 if for_dgrad.scaling.stores_scale else kernels
+    copies = Counter({(xla_name(for_dgrad.format.storage), KERNEL): sent_kernels})
     if for_wgrad.scaling.quantizes:
         dtype = xla_name(for_wgrad.format.storage)
         operands += Counter({("bf16", NARROW): 1, ("bf16", WIDE): 1})

@@ -217,6 +217,7 @@ SHOWN_BY = {
     "keep_cast_in_parts": "test_compiled_widened.py",
     "computed_before_measured": "test_xla.py::test_an_operand_is_quantized_once_for_all_its_statistics",
     "lowered_for_cuda": "test_barriers.py::test_a_barrier_is_in_these_programs_alone",
+    "once_computed": "test_compiled_updates.py::test_an_update_reads_gradient_and_moments_twice",
     "on_cpu": "test_xla.py::test_switches_between_platforms",
     "on_cuda": "test_xla.py::test_switches_between_platforms",
     "read_together": "test_xla.py::test_what_reads_a_product_of_tritons_is_fused",

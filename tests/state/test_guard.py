@@ -181,7 +181,7 @@ def test_changes_are_noticed(name):
 
 # How a step writes state: `TrainStep` takes the gradient's tables as they are, `apply_updates` computes them again.
 WRITES = [
-    (fp8.filter_grad, apply_exact_updates),
+    (fp8.filter_grad, functools.partial(apply_exact_updates, key=None)),
     (fp8.filter_grad, fp8.apply_updates),
     (eqx.filter_grad, fp8.apply_updates),
 ]
