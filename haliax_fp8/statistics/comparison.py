@@ -1,6 +1,7 @@
 """Comparison: where in the network a converted model and the plain one part."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -410,7 +411,10 @@ def _compared(
         whole = jnp.concatenate([leaf.reshape(2, -1).astype(jnp.float32) for leaf in leaves], axis=1)
         return jnp.sum(values), (distances(whole[0], whole[1]), is_loss[0])
 
-    gradients, (result, is_loss) = jax.grad(summed, has_aux=True)(slots)
+    with warnings.catch_warnings():
+        # This gradient trains nothing.
+        warnings.filterwarnings("ignore", "the gradient of an FP8 layer's weight was taken without that of its state")
+        gradients, (result, is_loss) = jax.grad(summed, has_aux=True)(slots)
     layers = tuple(_layer(slot.array) for slot in gradients)
     return ModelComparison(paths, layers, Distance(*(result[i] for i in range(len(NUMBERS)))), is_loss)
 

@@ -1,6 +1,7 @@
 """`compare`, against the same distances taken by hand in NumPy, and under every transformation."""
 
 import functools
+import warnings
 
 import equinox as eqx
 import haliax as hax
@@ -159,6 +160,13 @@ def test_uses_ensembles_experts_and_layers_that_are_not_reached():
 
 
 @pytest.mark.more
+def test_nothing_is_said_of_a_gradient_that_trains_nothing():
+    plain = eqx.nn.MLP(16, 16, 32, 1, key=jax.random.key(0))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the gradient of an FP8 layer's weight was taken")
+        compare(plain, converted(plain, "delayed"), loss, X)
+
+
 def test_a_result_that_is_no_loss_has_no_gradients():
     plain = eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0))
     found = compare(plain, converted(plain), lambda layer, x: jax.vmap(layer)(x), X)
