@@ -3,7 +3,8 @@
 from . import names as names
 from .adapter import export_adapter as export_adapter
 from .architecture import hugging_face_config as hugging_face_config
-from .check import CheckReport as CheckReport, Fault as Fault, check_folder as check_folder
+from .check import CheckReport as CheckReport, check_folder as check_folder
+from .checked import Fault as Fault
 from .convert import (
     Conversion as Conversion,
     Converted as Converted,

@@ -322,7 +322,7 @@ def names_of(model: Any, names: Any = None) -> NameMap:
         names: As in `export_model`.
 
     Raises:
-        ValueError: If the model has adapters, which are no layers of a folder.
+        ValueError: If the model has adapters, which a folder has no layers for.
     """
     require_merged(model)
     if names is None and isinstance(model, Transformer) and _is_described(model):

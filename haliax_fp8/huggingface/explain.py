@@ -9,7 +9,7 @@ from rich.text import Text
 
 from .._files.strict_json import BrokenCheckpoint
 from .._printing import Printable, new_table
-from .check import is_quantized, layout_name
+from .checked import is_quantized, layout_name
 from .configuration import NotSupported, presented, read_layout
 from .folder import TensorFolder
 from .four_bits import E2M1

@@ -28,7 +28,7 @@ from ..layers.tensor_names import JOINED
 from ..models.transformer import Transformer
 from ..serving.unstack import unstacked
 from .architecture import names_of, transformer_of
-from .check import Checked, Fault
+from .checked import Checked, Fault
 from .folder import TensorFolder, require_folder_name
 from .fp8_layers import frozen_layer, served_layer
 from .layout import CACHE_SCALES, SCALES, Inputs

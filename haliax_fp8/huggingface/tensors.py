@@ -9,7 +9,7 @@ import numpy as np
 
 from .._op import Fp8DotGeneral
 from ..layers.tensor_names import SAME_INPUT
-from .check import is_quantized
+from .checked import is_quantized
 from .configuration import presented, read_layout
 from .folder import TensorFolder, TensorSpec
 from .four_bits import E2M1, TwoLevels

@@ -211,7 +211,7 @@ def add_lora(
         The model with adapters, whose weights are float32.
 
     Raises:
-        ValueError: If a pattern selects no layer (the nearest paths are listed) or one that is no linear layer; if the
+        ValueError: If a pattern selects no layer (the nearest paths are listed) or a layer that is not linear; if the
             model has adapters already, or was made for inference; or if a number is out of range.
 
     Example:

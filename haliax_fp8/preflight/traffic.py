@@ -27,7 +27,7 @@ def traffic_of(launch: Site) -> Traffic:
     """What one run of a launch that is not a product reads and writes.
 
     It writes two layouts if it has several FP8 results, and transposes FP8 inside. Parts of arrays that it updates in
-    place, such as the stacks of a scan, are no such results. Launches that quantize in blocks count as casts: a program
+    place, such as the stacks of a scan, do not count. Launches that quantize in blocks count as casts: a program
     does not tell them apart.
     """
     written = [shape for shape in launch.results if _is_quantized(shape)]

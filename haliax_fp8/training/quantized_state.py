@@ -108,7 +108,7 @@ def quantized_state(
 
     **While an update runs**, no moments are in float32 in memory: compiled for an NVIDIA GPU, an elementwise optimizer
     takes two launches for each array, one that measures the blocks and one that computes the update and rounds. Both
-    read gradient and moments, and compute the optimizer's arithmetic. Where that is no elementwise function of the
+    read gradient and moments, and compute the optimizer's arithmetic. Where that is not elementwise in the
     moments, XLA computes it again for each of them, and may keep arrays in float32; the numbers are the same.
 
     Args:

@@ -29,7 +29,6 @@ DIAGNOSIS = statistics.Diagnosis(())
 
 # Of a model alone: an op or an array is none.
 OF_LAYERS = {
-    "export_adapter(model, directory)": lambda model: huggingface.export_adapter(model, "folder"),
     "export_model(model, directory)": lambda model: huggingface.export_model(model, "folder"),
     "serving_tensors(model, layout)": huggingface.serving_tensors,
     "import_model(directory, model)": lambda model: huggingface.import_model("folder", model),
@@ -68,9 +67,10 @@ OF_ALL = {
     "save(path, model)": lambda tree: checkpoints.save("file.safetensors", tree),
     "load_into(model, path)": lambda tree: checkpoints.load_into(tree, {"weight": np.ones(3)}),
 }
-# They take any tree, and have nothing to say of one without state.
+# They take any tree, and say nothing of one without state. `export_adapter` takes a model with adapters.
 OTHERS = {
     "hugging_face_config",
+    "export_adapter",
     "fp8_states",
     "partition_for_grad_overwrite",
     "check_not_modified",
