@@ -1,7 +1,7 @@
 """Reinforcement learning with an engine that samples: a training step, new weights for the engine, new samples.
 
     python -m examples.rl_weight_sync                                             # samples from our own served model
-    python -m examples.rl_weight_sync --engine-python /tmp/vllm-env/bin/python    # samples from vLLM
+    python -m examples.rl_weight_sync --engine-python VLLM_ENV/bin/python    # samples from vLLM
 
 A small byte-level Llama learns to write many different lowercase letters. It trains in FP8 with delayed scaling. In
 each round the engine gets its weights, in the layout `FP8_DYNAMIC`, while it runs. Engine and training give the same
