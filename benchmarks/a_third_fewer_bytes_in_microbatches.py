@@ -20,7 +20,7 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from lib import output
-from lib.libraries import in_bf16
+from lib.libraries import LIBRARIES, in_bf16
 from lib.output import Row
 from rich.progress import Progress
 
@@ -62,10 +62,12 @@ class MLP(eqx.Module):
 
 
 def mlp(sizes: MicrobatchSizes, recipe: str | None) -> MLP:
-    """The model in bfloat16, converted if a recipe is given."""
+    """The model in bfloat16, converted with a recipe, or by a peer of this name."""
     _, Embed, Mlp = sizes.axes
     up, down = (hnn.Linear.init(*axes, key=jax.random.key(0), use_bias=False) for axes in ((Embed, Mlp), (Mlp, Embed)))
     model = in_bf16(MLP(up, down))
+    if recipe in LIBRARIES:
+        return LIBRARIES[recipe].convert(model)
     return model if recipe is None else fp8.fp8_linear_layers(model, recipe=recipe, emulate=True)
 
 
@@ -92,6 +94,7 @@ def in_each(model: MLP) -> MLP:
 
 WAYS = {"in each microbatch": in_each, "once": fp8.quantize_kernels}
 RECIPES = ("delayed", "current", "rowwise")
+PEERS = ("bf16", "haliax.quantization")
 FLAGS: dict[str, dict[str, bool]] = {"XLA's defaults": {}, "cuBLASLt alone": {"xla_gpu_enable_triton_gemm": False}}
 
 
@@ -131,7 +134,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     with Progress(transient=True) as progress:
-        cases = [(recipe, way, flags) for flags in FLAGS for recipe in RECIPES for way in WAYS]
+        pairs = [(peer, "in each microbatch") for peer in PEERS] + [(recipe, way) for recipe in RECIPES for way in WAYS]
+        cases = [(*pair, flags) for flags in FLAGS for pair in pairs]
         for case in progress.track(cases, description="compiling"):
             rows.append(row(*case, options.device))
     output.finish(f"Four microbatches, compiled for {options.device}", COLUMNS, rows, options, left=3)

@@ -8,9 +8,9 @@ blocks are compiled; what the second adds is taken 31 times. Attention is cuDNN'
 blocks are not recomputed. Each launch belongs to a part by the scope that it was traced in.
 
 Bytes and FLOPs are read from the programs. Every time is an estimate by the roofline of the preflight, and launches run
-one after the other; the rates of attention and of collectives are assumed; no collective overlaps with anything. The
-last row of each length was not compiled: it takes attention's products at the rate assumed for FP8. Both steps are
-compiled with `xla_gpu_enable_triton_gemm=false`, as `TrainStep` compiles those with FP8.
+one after the other, without idle time; the rates of attention and of collectives are assumed; no collective overlaps
+with anything. The last row of each length was not compiled: it takes attention's products at the rate assumed for FP8.
+Both steps are compiled with `xla_gpu_enable_triton_gemm=false`, as `TrainStep` compiles those with FP8.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from haliax_fp8 import Fp8Config
 from haliax_fp8._cli.demo import demo_by_name, demo_step
-from haliax_fp8.devices.roofline import Roofline
+from haliax_fp8.devices.roofline import WHOLE_STEP, Roofline
 from haliax_fp8.devices.xla_flags import TRITON_PRODUCTS
 from haliax_fp8.preflight import inspect_step
 from haliax_fp8.preflight.analyze import is_attention
@@ -62,7 +62,7 @@ def scope_of(launch: Site) -> str:
 def seconds_of(report: PreflightReport) -> Counter[str]:
     """The estimated seconds of each part; `fp8 attention` is what attention would take in FP8."""
     assert report.device.peaks is not None
-    roofline, found = Roofline(report.device.peaks), Counter[str]()
+    roofline, found = Roofline(report.device.peaks, WHOLE_STEP), Counter[str]()
     for product in report.products:
         if product.in_attention:
             given = product.flops, product.bytes * product.executions

@@ -15,6 +15,7 @@ from typing import Any
 
 import equinox as eqx
 import haliax as hax
+import haliax.quantization as haxq
 import jax
 import jax.numpy as jnp
 import optax
@@ -37,7 +38,7 @@ class Row:
     """How the model is trained.
 
     Args:
-        library: What its products run in; the name of one of `CONVERSIONS`.
+        library: What its products run in; the name of one of `CONVERSIONS`, or a peer.
         dtype: Of its weights on the device.
         optimizer: AdamW, or AdamW in another memory or precision.
         rounding: Of the sum of weight and update.
@@ -49,10 +50,12 @@ class Row:
     rounding: Rounding = Rounding.TO_NEAREST
 
 
-FP8 = "haliax_fp8"
+FP8, PEER = "haliax_fp8", "haliax.quantization"
+LAYERS_OF_BLOCKS = ["query", "key", "value", "output", "gate", "up", "down"]
 MOMENTS_IN_FP8 = quantized_state(ADAMW)
 ROWS = {
     "bf16; weights and moments in float32": Row("bf16", jnp.float32),
+    "FP8 of haliax.quantization; weights and moments in float32": Row(PEER, jnp.float32),
     "FP8; weights and moments in float32": Row(FP8, jnp.float32),
     "FP8; weights in float32, moments in FP8": Row(FP8, jnp.float32, MOMENTS_IN_FP8),
     "FP8; weights in bf16, masters and moments in the host's memory": Row(FP8, jnp.bfloat16, HostOptimizer(ADAMW)),
@@ -67,9 +70,16 @@ def state_of(row: Row, sizes: ModelSizes, implementation: str | None) -> tuple[A
     """The model and the optimizer's state."""
     config = dataclasses.replace(sizes.config, attention=JaxAttention(implementation))
     model = fp8.cast_params(Transformer.init(config, key=jax.random.key(0)), row.dtype)
-    model = CONVERSIONS[row.library](model)
+    model = converted(model, row.library)
     on_host = isinstance(row.optimizer, HostOptimizer)
     return model, row.optimizer.init(fp8.trainable(model)) if on_host else step_of(row).init(model)
+
+
+def converted(model: Transformer, library: str) -> Any:
+    """The model with the products of a library, but for its head."""
+    if library == PEER:
+        return haxq.quantize_linear_layers(model, haxq.QuantizationConfig(targets=LAYERS_OF_BLOCKS, fp8=True))
+    return CONVERSIONS[library](model)
 
 
 def step_of(row: Row) -> fp8.TrainStep:

@@ -23,6 +23,7 @@ import optax
 from a_third_fewer_bytes_in_microbatches import MLP
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from lib import models, output
+from lib.libraries import LIBRARIES
 from lib.output import Row
 from rich.progress import Progress
 
@@ -119,7 +120,8 @@ class Case:
 
     Args:
         layout: What is divided.
-        recipe: Of the layers; None for bf16.
+        recipe: Of the layers; None for bf16, and for a peer.
+        peer: The library whose FP8 multiplies instead, see `lib/libraries.py`.
         stack: Whether blocks run in a scan that recomputes them.
         mlp: Whether the model is the MLP.
         shared: Whether q/k/v, and gate and up, share the scale of their input, and XLA merges equal gathers.
@@ -129,6 +131,7 @@ class Case:
 
     layout: Layout = FSDP
     recipe: str | None = "delayed"
+    peer: str = "bf16"
     stack: bool = False
     mlp: bool = False
     shared: bool = False
@@ -149,7 +152,7 @@ class Case:
                 blocks = kind.init(sizes.config.Layers, block, gradient_checkpointing=self.stack)
                 model = blocks(sizes.config, key=jax.random.split(jax.random.key(0), sizes.config.layers))
             if self.recipe is None:
-                return model
+                return LIBRARIES[self.peer].convert(model)
             model = fp8.fp8_linear_layers(model, recipe=self.recipe, emulate=True, compute_dtype=BF16, **self.config)
             return fp8.memory.share_input_scales(model) if self.shared else model
 
@@ -164,6 +167,7 @@ class Case:
         return hax.mean(hax.square(out.astype(jnp.float32))).scalar()
 
 
+PEER = "haliax.quantization"
 AGAIN = {"kernel_residual": KernelResidual.REQUANTIZE}
 MICROBATCHES = {"microbatches": 4}
 GATHERED_ONCE = {**MICROBATCHES, "quantize_kernels": "gathered_once"}
@@ -172,9 +176,11 @@ MERGED = {"xla_gpu_experimental_collective_cse_distance_threshold": 1_000_000}
 
 CASES = {
     "FSDP, bf16": Case(recipe=None),
+    "FSDP, haliax.quantization": Case(recipe=None, peer=PEER),
     "FSDP": Case(),
     "FSDP, kernels quantized again": Case(config=AGAIN),
     "FSDP, scan + checkpointing, bf16": Case(recipe=None, stack=True),
+    "FSDP, scan + checkpointing, haliax.quantization": Case(recipe=None, peer=PEER, stack=True),
     "FSDP, scan + checkpointing": Case(stack=True),
     "FSDP, current scaling": Case(recipe="current"),
     "data-parallel": Case(DATA_PARALLEL),
@@ -188,6 +194,7 @@ CASES = {
     "FSDP 4 x tensor-parallel 2 + sequence": Case(ALL),
     "FSDP 4 x tensor-parallel 2 + sequence, shared scales": Case(ALL, shared=True),
     "MLP, bf16": Case(recipe=None, mlp=True),
+    "MLP, haliax.quantization": Case(recipe=None, peer=PEER, mlp=True),
     "MLP": Case(mlp=True),
     "MLP, kernels quantized again": Case(mlp=True, config=AGAIN),
     "MLP, 4 microbatches, bf16": Case(recipe=None, mlp=True, step=MICROBATCHES),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from fewer_launches_than_peers import COLUMNS, held
 from lib import output
 from lib.libraries import LIBRARIES, Library
-from lib.models import LLAMA_8B, STACKS, Stack, llama
+from lib.models import LLAMA_8B, STACKS, Stack, llama, mix
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
@@ -46,9 +46,10 @@ KEPT = dataclasses.replace(
 SHARED_KEPT = then(KEPT, share_input_scales)
 
 
-def in_float32(function: Any) -> Any:
-    """A norm or an activation that keeps only its inputs; an activation is computed in float32."""
-    return rematerialized(function, compute_dtype=None if isinstance(function, eqx.Module) else jnp.float32)
+def swiglu_in_float32(function: Any) -> Any:
+    """SwiGLU that keeps only its inputs; norms and the stand-in for attention stay as they are."""
+    is_other = isinstance(function, eqx.Module) or function is mix
+    return function if is_other else rematerialized(function, compute_dtype=jnp.float32)
 
 
 def _saving(*names: str) -> Stack:
@@ -56,7 +57,7 @@ def _saving(*names: str) -> Stack:
 
 
 def options() -> dict[str, tuple[Stack, Library]]:
-    """What is compiled, by name. "In the code": the blocks wrap norms and activation in `rematerialized`."""
+    """What is compiled, by name. "In the code": the blocks wrap SwiGLU in `rematerialized`."""
     shared = then(FP8, share_input_scales)
     off = dataclasses.replace(FP8, gradient=functools.partial(fp8.filter_grad, recompute_in_scans=False))
     libraries = {"bf16": BF16, "FP8": FP8, "FP8, shared": shared}
@@ -70,9 +71,12 @@ def options() -> dict[str, tuple[Stack, Library]]:
         for stack, by_name in chosen.items()
         for name, library in by_name.items()
     } | {
-        "unrolled: FP8, rematerialized in the code, shared": (llama(stacked=False, between=in_float32), shared),
+        "unrolled: FP8, rematerialized in the code, shared": (
+            llama(stacked=False, between=swiglu_in_float32),
+            shared,
+        ),
         "scan + checkpointing: FP8, rematerialized in the code, shared": (
-            llama(checkpointing=True, between=in_float32),
+            llama(checkpointing=True, between=swiglu_in_float32),
             shared,
         ),
         "scan: bf16, RecomputeElementwise": (llama(checkpointing=RecomputeElementwise()), BF16),

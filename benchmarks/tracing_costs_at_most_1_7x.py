@@ -2,10 +2,10 @@
 
     uv run benchmarks/tracing_costs_at_most_1_7x.py [--compile] [--json FILE] [--markdown]
 
-Processor time of `jax.jit(value_and_grad).lower()` in bfloat16 with empty caches, plain and converted in turn; prints
-medians. With `--compile` also that of XLA's compiler, all its threads together, for the CPU that it runs on: there FP8
-is emulated, in code that no accelerator needs. How long XLA's compiler for a GPU takes: a column of
-`fewer_launches_than_peers.py`.
+Processor time of `jax.jit(value_and_grad).lower()` in bfloat16 with empty caches, plain and converted in turn, where
+all layers are Haliax's also by marin-haliax's own FP8 and with Flax's op (see `lib/libraries.py`); prints medians. With
+`--compile` also that of XLA's compiler, all its threads together, for the CPU that it runs on: there FP8 is emulated,
+in code that no accelerator needs. How long XLA's compiler for a GPU takes: a column of `fewer_launches_than_peers.py`.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from lib import output
+from lib.libraries import LIBRARIES
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
@@ -77,8 +78,8 @@ CASES = {
 
 def seconds_taken(
     model: Any, loss: Callable[..., Any], batch: Any, gradient: Callable[..., Any], *, compiles: bool
-) -> tuple[float, float]:
-    """Of tracing, differentiation and lowering to StableHLO, and of XLA (0 if it is not asked), nothing cached.
+) -> dict[str, float]:
+    """Of tracing, differentiation and lowering to StableHLO, and of XLA if it is asked, nothing cached.
 
     Without garbage collection, as `timeit`.
     """
@@ -88,48 +89,60 @@ def seconds_taken(
     try:
         start = time.process_time()
         lowered = eqx.filter_jit(gradient(loss)).lower(model, batch)
-        between = time.process_time()
+        taken = {"trace and lower": time.process_time() - start}
         if compiles:
+            start = time.process_time()
             lowered.compile()
-        return between - start, time.process_time() - between
+            taken["compile for the CPU"] = time.process_time() - start
+        return taken
     finally:
         gc.enable()
+
+
+GRADIENTS = {name: eqx.filter_value_and_grad for name in LIBRARIES} | {"haliax_fp8": fp8.filter_value_and_grad}
+OURS = ("bf16", "haliax_fp8")
 
 
 def measure(
     repeats: int, *, compiles: bool, cases: Mapping[str, Callable[[], tuple[Any, Callable[..., Any], Any]]] = CASES
 ) -> list[dict[str, Any]]:
-    """One row per case: medians, and the median of the paired ratios."""
+    """One row per case and step: medians, and the medians of paired ratios to the plain model."""
     rows = []
     with Progress(transient=True) as progress:
         for name, case in progress.track(cases.items(), description="tracing"):
             model, loss, batch = case()
-            converted = fp8.fp8_linear_layers(model)
-            pairs = [
-                (
-                    seconds_taken(model, loss, batch, eqx.filter_value_and_grad, compiles=compiles),
-                    seconds_taken(converted, loss, batch, fp8.filter_value_and_grad, compiles=compiles),
-                )
+            # Haliax's own FP8 leaves Equinox's layers as they are.
+            libraries = LIBRARIES if isinstance(model, Transformer) else {way: LIBRARIES[way] for way in OURS}
+            models = {way: library.convert(model) for way, library in libraries.items()}
+            rounds = [
+                {way: seconds_taken(models[way], loss, batch, GRADIENTS[way], compiles=compiles) for way in models}
                 for _ in range(repeats + 1)
             ][1:]
-            rows.append({"case": name, "step": "trace and lower", **_medians([(a[0], b[0]) for a, b in pairs])})
-            if compiles:
-                rows.append({"case": name, "step": "compile for the CPU", **_medians([(a[1], b[1]) for a, b in pairs])})
+            rows += [{"case": name, "step": step, **_medians(rounds, step)} for step in rounds[0]["bf16"]]
     return rows
 
 
-def _medians(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    plain, ours = zip(*pairs, strict=True)
-    ratio = statistics.median(b / a for a, b in pairs)
-    return {"plain_s": statistics.median(plain), "fp8_s": statistics.median(ours), "ratio": ratio}
+def _medians(rounds: list[dict[str, dict[str, float]]], step: str) -> dict[str, dict[str, float]]:
+    of = lambda way: [taken[way][step] for taken in rounds]
+    ratio = lambda way: statistics.median(b / a for a, b in zip(of("bf16"), of(way), strict=True))
+    return {
+        "seconds": {way: statistics.median(of(way)) for way in OURS},
+        "ratios": {way: ratio(way) for way in rounds[0]},
+    }
+
+
+def _ratio(way: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: f"{row['ratios'][way]:.2f}" if way in row["ratios"] else ""
 
 
 COLUMNS = {
     "case": lambda r: r["case"],
     "step": lambda r: r["step"],
-    "plain, s": lambda r: f"{r['plain_s']:.3f}",
-    "FP8, s": lambda r: f"{r['fp8_s']:.3f}",
-    "ratio": lambda r: f"{r['ratio']:.2f}",
+    "plain, s": lambda r: f"{r['seconds']['bf16']:.3f}",
+    "FP8, s": lambda r: f"{r['seconds']['haliax_fp8']:.3f}",
+    "ratio": _ratio("haliax_fp8"),
+    "haliax.quantization": _ratio("haliax.quantization"),
+    "flax": _ratio("flax"),
 }
 
 
