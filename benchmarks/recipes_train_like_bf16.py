@@ -3,9 +3,9 @@
     uv run benchmarks/recipes_train_like_bf16.py [--suite recipes] [--task topics source] [--seeds 16] [--markdown]
 
 Every variant trains from the weights and on the batches of the bf16 run of the same seed; gaps are those of such pairs,
-with the standard error of their mean. `bf16 + 1 ulp` is bf16 again, from weights moved by one ulp of float32: what two
-runs differ by that ought to be the same. The losses are those of text and images that are held back; "as bf16" is the
-loss of the trained weights without FP8.
+with the standard error of their mean and its 95 % interval. `bf16 + 1 ulp` is bf16 again, from weights moved by one ulp
+of float32: what two runs differ by that ought to be the same. The losses are those of text and images that are held
+back; "as bf16" is the loss of the trained weights without FP8.
 
 `--suite` says what is compared: `recipes` all of them; `delayed` what delayed scaling starts with and remembers;
 `parts` the products and layers of current scaling one by one; `attention` recipes with attention's projections in bf16;
@@ -97,9 +97,14 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for case in found:
         for name in variants:
             yield row(case, name, records[case.name, name], records[case.name, "bf16"])
+    if options.suite == "memory" and len(found) > 1:
+        both = dataclasses.replace(found[0], name="all together")
+        of_all = lambda name: {f"{c.name} {seed}": x for c in found for seed, x in records[c.name, name].items()}
+        for name in chosen:
+            yield row(both, name, of_all(name), of_all("bf16"))
 
 
-def row(case: Case, name: str, records: dict[int, Any], baseline: dict[int, Any]) -> dict[str, Any]:
+def row(case: Case, name: str, records: dict[Any, Any], baseline: dict[Any, Any]) -> dict[str, Any]:
     """What a variant's runs say beside those in bf16."""
     gap = paired_gap(final(records), final(baseline))
     in_bf16 = paired_gap(final(records, "validation_bf16"), final(baseline))
@@ -111,6 +116,7 @@ def row(case: Case, name: str, records: dict[int, Any], baseline: dict[int, Any]
         "steps": case.schedule.steps,
         **dataclasses.asdict(gap),
         "gap": str(gap),
+        "interval": "{:+.2f} to {:+.2f} %".format(*gap.interval),
         "gap_in_bf16": str(in_bf16),
         "mean_in_bf16": in_bf16.mean,
         "final": final(records),
@@ -129,6 +135,7 @@ COLUMNS = {
     "steps": lambda row: str(row["steps"]),
     "seeds": lambda row: str(row["seeds"]),
     "gap to bf16": lambda row: row["gap"] if row["variant"] != "bf16" else f"(loss {_mean_loss(row):.4f})",
+    "95 %": lambda row: row["interval"] if row["variant"] != "bf16" else "",
     "of one run": lambda row: f"{row['deviation']:.2f} %" if row["variant"] != "bf16" else "",
     "as bf16": lambda row: row["gap_in_bf16"] if row["variant"] != "bf16" else "",
 }

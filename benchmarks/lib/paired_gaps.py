@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import t as student_t
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +36,14 @@ class Gap:
         found = f"{self.mean:+.2f} ± {self.error:.2f} %"
         return found if not self.broken else f"{found}; {self.broken} of {self.seeds + self.broken} not finite"
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """What holds the mean that more seeds would have, in 95 % of cases, if gaps are normally distributed."""
+        reach = float(student_t.ppf(0.975, max(1, self.seeds - 1))) * self.error
+        return self.mean - reach, self.mean + reach
 
-def paired_gap(losses: Mapping[int, float], baseline: Mapping[int, float]) -> Gap:
+
+def paired_gap[Seed](losses: Mapping[Seed, float], baseline: Mapping[Seed, float]) -> Gap:
     """The gap over the seeds that both have.
 
     Args:
@@ -51,7 +58,7 @@ def paired_gap(losses: Mapping[int, float], baseline: Mapping[int, float]) -> Ga
     return Gap(mean, deviation / math.sqrt(max(1, len(gaps))), deviation, len(gaps), len(seeds) - len(finite))
 
 
-def final(records: Mapping[int, Mapping[str, Any]], curve: str = "validation") -> dict[int, float]:
+def final[Seed](records: Mapping[Seed, Mapping[str, Any]], curve: str = "validation") -> dict[Seed, float]:
     """The last loss of each seed; NaN if a loss on the way was not finite."""
     last = lambda record: record[curve][-1][1] if np.isfinite(record["losses"]).all() else math.nan
     return {seed: last(record) for seed, record in records.items()}
