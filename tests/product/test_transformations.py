@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import sqnr
+from helpers import sqnr, trains_nothing
 from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
@@ -207,6 +207,7 @@ def test_derivatives_of_each_row_inside_equinoxs(inside):
     check_composition(0, 1, [inside, "filter_custom_jvp"], "python", "jit(grad)")
 
 
+@trains_nothing
 def test_a_use_without_a_tangent_of_state_is_refused_beside_another():
     """The other use reaches the layer, so nothing is missing at the end."""
     problem = random_problem(0)
@@ -591,6 +592,7 @@ def test_custom_jvp_under_vmap_is_the_batched_call(gradient, axis):
     check(eqx.filter_jit(gradient(loss))((op, w, x)), problem, uses=1)
 
 
+@trains_nothing
 @pytest.mark.more
 @pytest.mark.parametrize("both", [False, True], ids=["rows", "rows and kernels"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4", "static"])

@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import trains_nothing
 from jax import lax
 
 import haliax_fp8 as fp8
@@ -16,7 +17,7 @@ from haliax_fp8.preflight import compilable_devices, inspect_step
 from haliax_fp8.recipes import E4M3
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, trains_nothing]
 
 SHAPES = {"matrices": (512, 256, 768), "one row": (1, 256, 768), "one column": (512, 256, 1), "one term": (64, 1, 32)}
 SMALL = (4, 4, 4)

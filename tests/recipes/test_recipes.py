@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import recipe_reference as reference
-from helpers import sqnr
+from helpers import sqnr, trains_nothing
 
 import haliax_fp8 as fp8
 from haliax_fp8.recipes import (
@@ -144,6 +144,7 @@ def problem(dtype=jnp.float32, rows=96, inputs=160, outputs=80):
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
+@trains_nothing
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     "name, dtype",
@@ -276,6 +277,7 @@ def test_layers_with_different_recipes_train_in_one_step():
     assert len(fp8.training.fp8_states(model)) == 1
 
 
+@trains_nothing
 @pytest.mark.more
 def test_each_product_kept_in_high_precision_is_exact_and_runs_there():
     x, w, c = problem()
@@ -314,6 +316,7 @@ def test_bad_recipes_are_refused_with_the_reason():
         BlockScaling(size=0)
 
 
+@trains_nothing
 @pytest.mark.parametrize("name", KINDS)
 def test_einsum_takes_every_recipe(name):
     x, w, _ = problem()
