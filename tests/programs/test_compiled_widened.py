@@ -17,7 +17,7 @@ from haliax_fp8.preflight import compilable_devices, inspect_step
 from haliax_fp8.recipes import E4M3
 
 
-pytestmark = [pytest.mark.slow, trains_nothing]
+pytestmark = pytest.mark.slow
 
 SHAPES = {"matrices": (512, 256, 768), "one row": (1, 256, 768), "one column": (512, 256, 1), "one term": (64, 1, 32)}
 SMALL = (4, 4, 4)
@@ -56,6 +56,7 @@ def casts_of(text):
     return narrow, wide
 
 
+@trains_nothing
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("device", ["h100", "a100", "tpu6e"])
@@ -65,6 +66,7 @@ def test_operands_are_rounded(program, device, recipe, shape):
     assert fp8_casts >= 3 and others == 0
 
 
+@trains_nothing
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_small_products_are_not_in_float16(program, recipe, dtype):

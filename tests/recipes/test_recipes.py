@@ -277,7 +277,6 @@ def test_layers_with_different_recipes_train_in_one_step():
     assert len(fp8.training.fp8_states(model)) == 1
 
 
-@trains_nothing
 @pytest.mark.more
 def test_each_product_kept_in_high_precision_is_exact_and_runs_there():
     x, w, c = problem()
