@@ -207,7 +207,6 @@ def test_derivatives_of_each_row_inside_equinoxs(inside):
     check_composition(0, 1, [inside, "filter_custom_jvp"], "python", "jit(grad)")
 
 
-@trains_nothing
 def test_a_use_without_a_tangent_of_state_is_refused_beside_another():
     """The other use reaches the layer, so nothing is missing at the end."""
     problem = random_problem(0)
