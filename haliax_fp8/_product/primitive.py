@@ -213,10 +213,10 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
         return [None] * len(args)
     dx, dw = [t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2]]
     update = len(linear) > 2 and linear[2]
-    if dw is not None and spec.recipe.is_stateful and not (update and ad.is_undefined_primal(tangents[2])):
-        warn_of_constant_state(spec.recipe)
     if update:
         require_transposed_state(tangents[2], tangents[1:2])
+    if dw is not None and spec.recipe.is_stateful and not (update and ad.is_undefined_primal(tangents[2])):
+        warn_of_constant_state(spec.recipe)
     gradients, measured = backward(grad, residuals, extras, spec=spec, dtypes=(dx, dw), update=update)
     record_cotangent = None if measured is None else cotangent(measured, tangents[2])
     cotangents = [*gradients, *([record_cotangent] if len(linear) > 2 else [])]

@@ -265,7 +265,8 @@ def warn_of_constant_state(recipe: Recipe) -> None:
     warnings.warn(
         f"the gradient of an FP8 layer's weight was taken without that of its state ({recipe}): if this trains the "
         "weight, the scales stay as they are for ever. eqx.partition put the state with the frozen weights, or the "
-        f"gradient is of the weights alone. {KEEP_STATE_WITH_TRAINED} In an analysis that does not train, ignore this",
+        f"gradient is of the weights alone. {KEEP_STATE_WITH_TRAINED} If the gradient trains nothing, as in an "
+        "analysis or a line search, take that of haliax_fp8.training.exact_gradients(loss_fn)",
         stacklevel=2,
         skip_file_prefixes=_LIBRARIES,
     )

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import state_is_constant
 
 import haliax_fp8 as fp8
 from haliax_fp8.recipes import E4M3, E5M2, CurrentScaling, OperandUse, Quantization, StaticScaling
@@ -56,6 +57,7 @@ def assert_shown(recipe, results, arrays, message):
             np.testing.assert_array_equal(shown, expected, err_msg=f"{message}, {name}")
 
 
+@state_is_constant
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("recipe", fp8.recipes.named)
 def test_results_that_are_not_finite_in_high_precision_are_not_here(recipe, dtype):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same, unchecked
+from helpers import assert_same, state_is_constant, unchecked
 from jax.sharding import AxisType, PartitionSpec as P
 
 import haliax_fp8 as fp8
@@ -276,6 +276,7 @@ def test_per_example_gradients_draw_as_single_calls_do():
     assert_independent(ups(own[0]), ups(own[1]))
 
 
+@state_is_constant
 @pytest.mark.more
 @pytest.mark.parametrize("order", ["vmap outside", "vmap inside"])
 @pytest.mark.parametrize("mapped", ["keys", "states", "both"])

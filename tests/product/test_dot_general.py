@@ -30,6 +30,7 @@ from helpers import (
     rounded_up,
     rounding_error,
     sqnr,
+    state_is_constant,
     unchecked,
 )
 from hypothesis import given, settings
@@ -437,6 +438,7 @@ def test_only_the_gradients_that_are_asked_for_are_computed():
     assert len(first_layer) == 2
 
 
+@state_is_constant
 @pytest.mark.more
 @pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_gradients_of_a_part_are_those_of_all(transform):
@@ -546,6 +548,7 @@ def test_kernel_as_the_first_operand():
             np.testing.assert_array_equal(straight.scale(name), swapped.scale(name))
 
 
+@state_is_constant
 def test_the_output_gradient_is_rounded_to_the_compute_dtype_first():
     """`1 + 1/8 + 1/512` is above the middle of 1 and 1.25, bfloat16 makes that middle of it, and E5M2 then 1."""
     op, eye = Fp8DotGeneral.init(compute_dtype=bf16), jnp.eye(8)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.linen import fp8_ops
-from helpers import E4M3, E5M2, dot_generals, precisions_of, quantize, round_to, sqnr
+from helpers import E4M3, E5M2, dot_generals, precisions_of, quantize, round_to, sqnr, state_is_constant
 from hypothesis import given, settings, strategies as st
 from numpy_reference import OPERANDS, DelayedScalingReference, amax, assert_state_is
 
@@ -310,6 +310,7 @@ FLAX_CASES = pytest.mark.parametrize(
 )
 
 
+@state_is_constant
 @FLAX_CASES
 def test_flaxs_test_of_its_einsum(subscripts, x_shape, w_shape, g_shape):
     """Operands that are numbers of the formats: the loss and its gradients are those of `jnp.einsum`, to 1e-2."""
@@ -456,6 +457,7 @@ def jitted_or_not(function):
     return pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])(function)
 
 
+@state_is_constant
 @jitted_or_not
 @pytest.mark.parametrize(
     "subscripts, kernel_axes",
@@ -498,6 +500,7 @@ def test_jnp_einsum_with_an_op_used_twice(transform):
     assert not np.array_equal(call(scaled, x), call(ops[0], x))  # other scales, another rounding
 
 
+@state_is_constant
 @jitted_or_not
 @pytest.mark.parametrize("names, kernel_first", [("batch input", False), ("input batch", False), ("batch input", True)])
 def test_haliax_dot(names, kernel_first, transform):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import recipe_reference as reference
+from helpers import state_is_constant
 
 import haliax_fp8 as fp8
 from haliax_fp8.recipes import (
@@ -57,6 +58,7 @@ def products(op, x, w, c):
     return out, *pullback(c)
 
 
+@state_is_constant
 @pytest.mark.more
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_products_are_those_of_operands_padded_with_zeros(name):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import sqnr
+from helpers import sqnr, state_is_constant
 from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
@@ -591,6 +591,7 @@ def test_custom_jvp_under_vmap_is_the_batched_call(gradient, axis):
     check(eqx.filter_jit(gradient(loss))((op, w, x)), problem, uses=1)
 
 
+@state_is_constant
 @pytest.mark.more
 @pytest.mark.parametrize("both", [False, True], ids=["rows", "rows and kernels"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4", "static"])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import E4M3, equations, products_in, unchecked
+from helpers import E4M3, equations, products_in, state_is_constant, unchecked
 
 import haliax_fp8 as fp8
 
@@ -39,6 +39,7 @@ def kept_before(jaxpr):
     return found
 
 
+@state_is_constant
 @pytest.mark.parametrize(
     "device, shape, kept",
     [

@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import state_is_constant
 from jax import lax
 
 import haliax_fp8 as fp8
@@ -55,6 +56,7 @@ def casts_of(text):
     return narrow, wide
 
 
+@state_is_constant
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("device", ["h100", "a100", "tpu6e"])
@@ -64,6 +66,7 @@ def test_operands_are_rounded(program, device, recipe, shape):
     assert fp8_casts >= 3 and others == 0
 
 
+@state_is_constant
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_small_products_are_not_in_float16(program, recipe, dtype):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import unchecked
+from helpers import state_is_constant, unchecked
 from matrix_product import MATRIX, table
 from numpy_reference import DelayedOptionsReference, moving_average, percentile
 
@@ -348,6 +348,7 @@ def test_bad_options_are_refused():
             rule(float("nan"))
 
 
+@state_is_constant
 def test_a_second_use_with_state_of_its_own_is_refused():
     base = fp8.Recipe.of(CurrentScaling())
     delayed = Quantization(E4M3, fp8.DelayedScaling())

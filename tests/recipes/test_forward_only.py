@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import equations, float64, unchecked
+from helpers import equations, float64, state_is_constant, unchecked
 
 import haliax_fp8 as fp8
 from haliax_fp8.recipes import HighPrecision, MXFP8Scaling, Quantization, by_name, named
@@ -47,6 +47,7 @@ def test_saliency_of_a_trained_model(name):
     assert 0.95 < float(ratio) < 1.05
 
 
+@state_is_constant
 @pytest.mark.parametrize("name", ["delayed", "rowwise_with_gw_hp", "mxfp4_mxfp8"])
 def test_the_forward_pass_is_that_of_the_recipe_and_gradients_those_of_the_operands(name):
     x, w = X, jax.random.normal(jax.random.key(3), (16, 8))
@@ -98,6 +99,7 @@ def test_gradients_are_those_of_fake_quantization(name, dequantized, dtype):
         np.testing.assert_allclose(float64(got), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-5 * abs(exact).max())
 
 
+@state_is_constant
 @pytest.mark.parametrize("name", ["mxfp8", "delayed", "nvfp4"])
 def test_products_of_dequantized_operands_are_in_the_compute_dtype(name):
     op = fp8.Fp8DotGeneral.init(by_name(name).forward_only(dequantized=True))

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 import recipe_reference as reference
-from helpers import EPS, assert_within, products, unchecked
+from helpers import EPS, assert_within, products, state_is_constant, unchecked
 from matrix_product import MATRIX, loss
 
 import haliax_fp8 as fp8
@@ -81,6 +81,7 @@ def test_an_unknown_rule_of_rounding_is_named():
         MXFP8Scaling(scale_rounding="floor")
 
 
+@state_is_constant
 @pytest.mark.more
 @over_formats
 def test_the_three_products_are_those_of_the_quantized_operands(formats):

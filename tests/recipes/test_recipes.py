@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import recipe_reference as reference
-from helpers import sqnr
+from helpers import sqnr, state_is_constant
 
 import haliax_fp8 as fp8
 from haliax_fp8.recipes import (
@@ -144,6 +144,7 @@ def problem(dtype=jnp.float32, rows=96, inputs=160, outputs=80):
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
+@state_is_constant
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     "name, dtype",
@@ -314,6 +315,7 @@ def test_bad_recipes_are_refused_with_the_reason():
         BlockScaling(size=0)
 
 
+@state_is_constant
 @pytest.mark.parametrize("name", KINDS)
 def test_einsum_takes_every_recipe(name):
     x, w, _ = problem()

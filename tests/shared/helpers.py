@@ -14,12 +14,16 @@ import jax.numpy as jnp
 import jaxtyping
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from jax.extend.core import JaxprEqn
 
 
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 EPS = float(np.finfo(np.float32).eps)
+
+# For tests that take the gradient of an FP8 layer's weight, and none of its state: that warns.
+state_is_constant = pytest.mark.filterwarnings("ignore:the gradient of an FP8 layer's weight was taken without")
 
 
 # --- Products, from the definition ------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_uses_ensembles_experts_and_layers_that_are_not_reached():
 
 
 @pytest.mark.more
-def test_nothing_is_said_of_a_gradient_that_trains_nothing():
+def test_nothing_is_said_of_a_gradient_that_state_is_constant():
     plain = eqx.nn.MLP(16, 16, 32, 1, key=jax.random.key(0))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the gradient of an FP8 layer's weight was taken")

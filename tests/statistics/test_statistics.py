@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import recipe_reference as reference
+from helpers import state_is_constant
 from matrix_product import loss
 
 import haliax_fp8 as fp8
@@ -286,6 +287,7 @@ def test_reuse_and_scan_report_the_largest_of_each_number(name):
             np.testing.assert_allclose(getattr(got, field), largest, rtol=1e-5, err_msg=f"{program} {field}")
 
 
+@state_is_constant
 @pytest.mark.parametrize("name", ["delayed", "mxfp8", "nvfp4"])
 def test_measuring_changes_no_number_of_the_model(name):
     """The gradients are those of training: the recipe that records is the recipe, bit for bit."""

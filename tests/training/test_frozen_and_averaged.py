@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8.training import incremental_update
+from haliax_fp8.training import exact_gradients, incremental_update
 
 
 X = jax.random.normal(jax.random.key(1), (32, 8))
@@ -74,13 +74,15 @@ def test_what_is_right_is_silent():
         for take in (eqx.filter_grad, fp8.filter_grad):
             take(lambda trained: loss_fn(eqx.combine(trained, frozen)))(trained)
             take(loss_fn)(MODEL)
-        # Saliency, a frozen base, recipes that record nothing, forward mode.
+        # Saliency, a frozen base, recipes that record nothing, forward mode; an analysis or a line search.
         jax.grad(lambda x: loss_fn(MODEL, x))(X)
         jax.grad(bias)(MODEL.layers[0].bias)
         jax.grad(weights(base))(PLAIN.layers[0].weight)
         jax.grad(weights(static))(PLAIN.layers[0].weight)
         weight = PLAIN.layers[0].weight
         jax.jvp(weights(MODEL), (weight,), (weight,))
+        exact = lambda w: exact_gradients(loss_fn)(eqx.tree_at(lambda m: m.layers[0].weight, MODEL, w))
+        jax.grad(exact)(weight)
 
 
 def trained(steps):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same
+from helpers import assert_same, state_is_constant
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from transformations import with_custom_vjp, with_filter_custom_jvp
@@ -35,6 +35,7 @@ def jitted_or_not(f):
 # --- Models in parts --------------------------------------------------------------------------------------------------
 
 
+@state_is_constant
 def test_weights_alone():
     """LoRA, freezing: the first argument is a model with None where nothing is differentiated."""
     spec = eqx.tree_at(lambda tree: tree.weight, jax.tree.map(lambda _: False, LAYER), True)
