@@ -191,18 +191,16 @@ def test_adapters_are_merged_in_float32():
 
 @pytest.mark.more
 def test_merges_what_is_not_a_plain_matrix():
-    """An ensemble, muP's factor, axes in another order, and complex numbers."""
+    """An ensemble, muP's factor, and axes in another order."""
     In, Out = hax.Axis("in", 8), hax.Axis("out", 4)
     mup = hnn.Linear.init(In, Out, key=KEY, out_first=False, reparam_cls=hnn.Linear.output_reparam())
     ensemble = eqx.filter_vmap(lambda key: eqx.nn.Linear(8, 4, key=key))(jax.random.split(KEY, 3))
     named = eqx.filter_vmap(lambda key: hnn.Linear.init(In, Out, key=key))(jax.random.split(KEY, 3))
-    complex = eqx.nn.Linear(8, 4, dtype=jnp.complex64, key=KEY)
     x = jax.random.normal(KEY, (8,))
     calls = (
         (mup, lambda layer: layer(hax.named(x, In)).array),
         (ensemble, eqx.filter_vmap(lambda layer: layer(x))),
         (named, eqx.filter_vmap(lambda layer: layer(hax.named(x, In)).array)),
-        (complex, lambda layer: layer(x)),
     )
     for layer, call in calls:
         model = with_noise(add_lora(layer, rank=2, key=KEY))
