@@ -19,7 +19,15 @@ def progress_of(task: str, total: int, watcher: Watcher | None) -> Iterator[Call
         task: What is done, for the bar.
         total: All bytes.
         watcher: Called with each part. None shows a bar if the standard error is a terminal, until the work is done.
+
+    Raises:
+        ValueError: If the watcher is something else.
     """
+    if watcher is not None and not callable(watcher):
+        raise ValueError(
+            f"progress={watcher!r} is not a function; give one that is called as progress(name, done, total), or None "
+            "for a bar on a terminal. lambda *_: None shows nothing"
+        )
     console, done = Console(stderr=True), 0
     if watcher is not None:
 

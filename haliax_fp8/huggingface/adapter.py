@@ -28,7 +28,7 @@ def export_adapter(
         base: The folder of the model that they were trained on, or its name in the hub, for `adapter_config.json`.
 
     Raises:
-        ValueError: If `model` has no adapters, or the folder is not empty.
+        ValueError: If `model` has no adapters, the folder is not empty, or `base` is not a name.
 
     Example:
         >>> import tempfile
@@ -43,6 +43,8 @@ def export_adapter(
     call = "export_adapter(model, directory)"
     require_folder_name(directory, call)
     require_adapters(model, call)
+    if not isinstance(base, str | os.PathLike):
+        raise ValueError(f"base={base!r} is not the name of a folder or of a model in the hub; leave it out for none")
     names = names_of(model.adapted, names)
     is_adapter = lambda node: isinstance(node, LoraLinear)
     first = next(filter(is_adapter, jax.tree.leaves(model.adapted, is_leaf=is_adapter)))

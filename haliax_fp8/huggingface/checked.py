@@ -332,10 +332,10 @@ class Checked:
     def _of_magnitudes(self, name: str, scale_name: str, layout: Layout, codes: Codes) -> Iterator[Fault]:
         """Data and scales that do not belong together."""
         shape, found, limit = self.tensors[name].shape, codes.amaxes, layout.format.max
-        if not found.any():
+        scale = self._value(scale_name).reshape(found.shape)
+        if not (found.any() and scale.any()):
             yield self._all_zero(name)
             return
-        scale = self._value(scale_name).reshape(found.shape)
         with np.errstate(over="ignore"):
             largest = float((found * scale).max())
         is_zero = (scale == 0) & layout.has_units

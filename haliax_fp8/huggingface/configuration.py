@@ -214,9 +214,10 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Layout:
         raise _wrong(problem, "copy it from the original folder")
     each = [group.get("format") if isinstance(group, Mapping) else None for group in groups.values()]
     formats = [format if other is None else other for other in each]
-    if others := [name for name in dict.fromkeys(formats) if name in _OTHER_FORMATS]:
-        rest = [name for name in dict.fromkeys(formats) if name in _FORMATS]
-        name = f"compressed-tensors {' and '.join(map(str, (*others, *rest)))}"
+    names = dict.fromkeys(map(str, formats))
+    if others := [name for name in names if name in _OTHER_FORMATS]:
+        rest = [name for name in names if name in _FORMATS]
+        name = f"compressed-tensors {' and '.join((*others, *rest))}"
         raise NotSupported(name, _CONVERTERS["compressed-tensors"])
     if format != "mixed-precision" or None in each:
         _one_of(found, "format", _FORMATS)

@@ -22,7 +22,7 @@ from ..layers.tensor_names import is_head, is_linear, is_router
 from .check import check_folder
 from .configuration import presented, read_layout
 from .folder import CONFIG, INDEX, TensorFolder, new_folder, write_tensors
-from .layout import CACHE_SCALES, KEY, PLAIN, Layout, as_layout, require_elements
+from .layout import CACHE_SCALES, KEY, PLAIN, Layout, as_layout, require_quantizable
 from .scaled_matrix import (
     Rows,
     ScaledMatrix,
@@ -223,7 +223,7 @@ def _cache_name(name: str, layout: Layout, folder: TensorFolder) -> str:
 
 
 def _require_convertible(tensor: Tensor, layout: Layout, before: Layout | None, folder: TensorFolder) -> None:
-    require_elements(tensor.name, tensor.shape)
+    require_quantizable(tensor.name, tensor.shape, layout)
     names = () if before is None else before.input_scale_names
     if layout.is_static and not any(f"{tensor.path}.{name}" in folder.tensors for name in names):
         raise ValueError(

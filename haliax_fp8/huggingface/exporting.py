@@ -28,7 +28,7 @@ from ..recipes.scaling import AbstractScaling
 from .architecture import config_of, names_of
 from .check import check_folder
 from .folder import CONFIG, TensorFolder, new_folder, require_folder_name, write_tensors
-from .layout import PLAIN, Layout, as_layout, require_elements
+from .layout import PLAIN, Layout, as_layout, require_quantizable
 from .model import tensors_of, without_sharing
 from .names import NameMap
 from .scaled_matrix import (
@@ -357,7 +357,7 @@ def _require_quantizable(tensor: Tensor, layout: Layout) -> None:
             "with delayed or static scaling, or from calibrate(fp8_linear_layers(model, recipe='static'), ...). "
             f"{'NVFP4A16' if layout.has_units else 'FP8_DYNAMIC'!r} needs none"
         )
-    require_elements(tensor.path, tensor.shape)
+    require_quantizable(tensor.path, tensor.shape, layout)
 
 
 def _has_input_scale(tensor: Tensor) -> bool:

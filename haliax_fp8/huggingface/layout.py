@@ -175,8 +175,6 @@ class Layout:
         """The tensors of a layer with a kernel of this shape: by the last part of their names, dtype and shape."""
         scale = EXPONENTS[0] if self.exponents else FLOATS[0]
         if self.format is formats.E2M1:
-            if shape[1] % 2:
-                raise ValueError(f"a weight of shape {shape} has an odd number of inputs, and two are in a byte")
             one, blocks = (FLOATS[0], (1,)), self.scale_shapes(shape)[0]
             found = {PACKED: (EXPONENTS[0], (shape[0], shape[1] // 2))}
             found |= {WEIGHT_SCALES[0]: (E4M3 if self.has_units else scale, blocks)}
@@ -365,10 +363,21 @@ def as_float32(scale: np.ndarray) -> np.ndarray:
     return bits.astype(np.uint32).view(np.float32)
 
 
-def require_elements(weight: str, shape: tuple[int, ...]) -> None:
-    """Raises a ValueError if a weight that is to be quantized has no elements: no scale would follow from them."""
+def require_quantizable(weight: str, shape: tuple[int, ...], layout: Layout) -> None:
+    """Raises a ValueError if a layout has no place for a weight of a shape.
+
+    Args:
+        weight: Its name.
+        shape: Its shape, `[..., out, in]`.
+        layout: The layout.
+    """
     if 0 in shape:
         raise ValueError(f"{weight} has shape {shape}: it has no elements, and so no scale; leave it out")
+    if layout.format is formats.E2M1 and shape[-1] % 2:
+        raise ValueError(
+            f"{weight} has shape {shape}, an odd number of inputs, and layout={layout.name!r} has two in each byte; "
+            "take a layout in FP8, or export the model with exclude=... for this layer"
+        )
 
 
 def _positive_scale(name: str, scale: np.ndarray, *, or_zero: bool = False) -> np.ndarray:

@@ -49,12 +49,24 @@ class NameMap:
 
         Args:
             names: The rules.
+
+        Raises:
+            ValueError: If it is none of these; and as the class.
         """
         if isinstance(names, NameMap):
             return names
         # To a type checker, a mapping may be an iterable of pairs too.
         pairs: Any = names.items() if isinstance(names, Mapping) else names or ()
-        return NameMap(tuple((str(model), str(checkpoint)) for model, checkpoint in pairs))
+        try:
+            rules = tuple((model, checkpoint) for model, checkpoint in pairs)
+        except (TypeError, ValueError):
+            rules = None
+        if rules is None or not all(isinstance(name, str) for rule in rules for name in rule):
+            raise ValueError(
+                f"names={names!r:.80} is not a NameMap, nor a dict from the model's names to the checkpoint's; use "
+                "one, such as {'blocks.{i}.mlp': 'model.layers.{i}.mlp'}"
+            )
+        return NameMap(rules)
 
     def to_checkpoint(self, name: str) -> str:
         """The checkpoint's name of a tensor or layer of the model."""

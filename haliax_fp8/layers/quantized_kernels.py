@@ -19,6 +19,7 @@ from .._product.dimensions import DotDimensions
 from .._product.grouped.contraction import RaggedContraction
 from .checks import require_model
 from .config import Fp8Config, as_config
+from .frozen_array import thawed
 from .kernel import Features, Kernel, axes_of, count
 from .walk import all_ops, is_op, map_layers_in_stacks, named_ops, rule_of
 
@@ -191,7 +192,8 @@ def quantize_kernels[M](model: M, config: Fp8Config | None = None, *, gather: bo
             return layer
         # The same object at two paths stays one object.
         if id(layer) not in done:
-            done[id(layer)] = rule.with_op(layer, _with_quantized_kernel(path, op, rule.kernel(layer), stack, gather))
+            kernel = rule.kernel(thawed(layer))
+            done[id(layer)] = rule.with_op(layer, _with_quantized_kernel(path, op, kernel, stack, gather))
         return done[id(layer)]
 
     return map_layers_in_stacks(quantized, model, rules)

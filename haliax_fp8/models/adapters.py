@@ -19,11 +19,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike, Key
 
+from .._numerics.checks import require_single_key
 from .._product.arguments import floating_dtype
 from .._state.op_state import is_state
 from ..layers.checks import require_layers
 from ..layers.config import default_rules
 from ..layers.convert import routers
+from ..layers.frozen_array import frozen, is_frozen_array, thawed
 from ..layers.kernel import Kernel, axes_of, count
 from ..layers.served import require_weights
 from ..layers.tensor_names import is_head
@@ -86,7 +88,7 @@ class LoraLinear(eqx.Module):
         """
         layer = self.base.thawed(jnp.float32) if _is_fp8(self.base) else self.base
         weight, factor = layer.weight, rule_of(layer, default_rules).kernel(layer).factor
-        a, b = (_matrices(each) for each in (self.A, self.B))
+        a, b = (_matrices(each).astype(jnp.float32) for each in (self.A, self.B))
         product = jnp.matmul(b, a, precision=lax.Precision.HIGHEST) * (self.alpha / self.rank / factor)
         array = weight.array if isinstance(weight, hax.NamedArray) else weight
         if isinstance(weight, hax.NamedArray):
@@ -95,7 +97,8 @@ class LoraLinear(eqx.Module):
             names = (*self.B.weight.axis_names[: -1 - len(axes_of(layer.Out))], *(axis.name for axis in axes))
             members = array.ndim - len(names)
             product = product.transpose(*range(members), *(members + names.index(name) for name in weight.axis_names))
-        merged = (array.astype(product.dtype) + product).astype(dtype if _is_fp8(self.base) else array.dtype)
+        wide = np.promote_types(array.dtype, np.float32)
+        merged = (array.astype(wide) + product.astype(wide)).astype(dtype if _is_fp8(self.base) else array.dtype)
         return _with_weight(layer, jax.tree.unflatten(jax.tree.structure(weight), [merged]))
 
 
@@ -116,46 +119,7 @@ def _is_fp8(layer: Any) -> bool:
     return hasattr(layer, "thawed")
 
 
-# --- what is frozen ---------------------------------------------------------------------------------------------------
-
-
-class FrozenArray(eqx.Module):
-    """A floating-point array as its bits, in whole numbers: not a parameter, for `jax.grad`, `optax` and weight decay.
-
-    Args:
-        bits: The array's bits.
-        dtype: Its dtype.
-    """
-
-    bits: Any
-    dtype: np.dtype = eqx.field(static=True)
-
-    @staticmethod
-    def of(array: Any) -> "FrozenArray":
-        """The bits of an array."""
-        return FrozenArray(lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}"), np.dtype(array.dtype))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return self.bits.shape
-
-    @property
-    def array(self) -> Array:
-        """The array."""
-        return lax.bitcast_convert_type(self.bits, self.dtype)
-
-
-def _frozen(leaf: Any) -> Any:
-    return FrozenArray.of(leaf) if not is_state(leaf) and eqx.is_inexact_array(leaf) else leaf
-
-
-def _thawed(tree: Any) -> Any:
-    return jax.tree.map(lambda node: node.array if _is_frozen(node) else node, tree, is_leaf=_is_frozen)
-
-
-def _is_frozen(node: Any) -> bool:
-    return isinstance(node, FrozenArray)
+# --- the model --------------------------------------------------------------------------------------------------------
 
 
 class AdaptedModel(eqx.Module):
@@ -171,14 +135,14 @@ class AdaptedModel(eqx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        return _thawed(self.adapted)(*args, **kwargs)
+        return thawed(self.adapted)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "adapted" or name.startswith("__"):
             raise AttributeError(name)
         is_property = isinstance(getattr(type(self.adapted), name, None), property)
         # Of a method, the module that it is bound to.
-        return _thawed(getattr(_thawed(self.adapted) if is_property else self.adapted, name))
+        return thawed(getattr(thawed(self.adapted) if is_property else self.adapted, name))
 
 
 # --- the functions ----------------------------------------------------------------------------------------------------
@@ -203,7 +167,8 @@ def add_lora(
         model: The model. Cast it to the dtype to compute in first: `cast_params` in a loss would cast adapters alone.
         rank: The rank of each adapter.
         key: A key, from which each `A` is drawn.
-        targets: The layers: patterns as in `fp8_linear_layers`. By default all linear layers but heads and routers.
+        targets: The layers: patterns as in `fp8_linear_layers`. By default all linear layers but heads, routers, and
+            those whose weight `eqx.nn.Shared` shares.
         alpha: Divided by the rank, what an adapter's output is multiplied by; by default the rank.
         dropout: The share of an adapter's inputs that are dropped in training. See `with_dropout_keys`.
 
@@ -211,8 +176,9 @@ def add_lora(
         The model with adapters, whose weights are float32.
 
     Raises:
-        ValueError: If a pattern selects no layer (the nearest paths are listed) or a layer that is not linear; if the
-            model has adapters already, or was made for inference; or if a number is out of range.
+        ValueError: If a pattern selects no layer (the nearest paths are listed), or a layer that is not linear or
+            shares its weight; if the model has adapters already, or was made for inference; or if a number is out of
+            range, or `key` not a single key.
 
     Example:
         >>> model = add_lora(eqx.nn.MLP(64, 8, 128, 1, key=jax.random.key(0)), rank=4, key=jax.random.key(1))
@@ -228,6 +194,7 @@ def add_lora(
     if isinstance(model, AdaptedModel):
         raise ValueError("model has adapters already; merge_lora(model) first, or give all targets in one call")
     require_weights(model, "model", "Load it with weights='frozen'")
+    require_single_key(key)
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank={rank!r} must be a positive integer; 8 and 16 are usual")
     alpha = rank if alpha is None else alpha
@@ -235,7 +202,7 @@ def add_lora(
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < top:
             raise ValueError(f"{name}={value!r} must be a number of at least 0 and less than {top}")
     layers = find_layers(model, default_rules)
-    chosen = _chosen({path: layer for path, (layer, _) in layers.items()}, targets)
+    chosen = _chosen(model, {path: layer for path, (layer, _) in layers.items()}, targets)
     keys = dict(zip(chosen, jax.random.split(key, len(chosen)), strict=True))
 
     def adapt(path: str, layer: Any) -> Any:
@@ -244,7 +211,7 @@ def add_lora(
         A, B = _halves(*layers[path], rank, keys[path])
         return LoraLinear(layer, A, B, eqx.nn.Dropout(float(dropout)), None, alpha)
 
-    return AdaptedModel(map_layers(adapt, jax.tree.map(_frozen, model, is_leaf=is_state), default_rules))
+    return AdaptedModel(map_layers(adapt, jax.tree.map(frozen, model, is_leaf=is_state), default_rules))
 
 
 def merge_lora(model: AdaptedModel, *, dtype: DTypeLike | None = None) -> Any:
@@ -266,10 +233,9 @@ def merge_lora(model: AdaptedModel, *, dtype: DTypeLike | None = None) -> Any:
         True
     """
     require_adapters(model, "merge_lora(model)")
-    leaves = jax.tree.leaves(model, is_leaf=_is_frozen)
-    widest = max(
-        (node.dtype for node in filter(_is_frozen, leaves)), key=lambda dtype: dtype.itemsize, default=jnp.bfloat16
-    )
+    leaves = filter(is_frozen_array, jax.tree.leaves(model, is_leaf=is_frozen_array))
+    dtypes = (node.dtype for node in leaves if jnp.issubdtype(node.dtype, jnp.floating))
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=jnp.bfloat16)
     to = floating_dtype("dtype", widest if dtype is None else dtype)
 
     def merge(node: Any) -> Any:
@@ -277,7 +243,7 @@ def merge_lora(model: AdaptedModel, *, dtype: DTypeLike | None = None) -> Any:
             return node.merged(to)
         return node.thawed(to) if _is_fp8(node) else node
 
-    return jax.tree.map(merge, _thawed(model.adapted), is_leaf=lambda n: isinstance(n, LoraLinear) or _is_fp8(n))
+    return jax.tree.map(merge, thawed(model.adapted), is_leaf=lambda n: isinstance(n, LoraLinear) or _is_fp8(n))
 
 
 def with_dropout_keys(model: AdaptedModel, key: Key[Array, ""]) -> AdaptedModel:
@@ -291,9 +257,10 @@ def with_dropout_keys(model: AdaptedModel, key: Key[Array, ""]) -> AdaptedModel:
         key: A key, from `jax.random.key`.
 
     Raises:
-        ValueError: If `model` has no adapters.
+        ValueError: If `model` has no adapters, or `key` is not a single key.
     """
     require_adapters(model, "with_dropout_keys(model, key)")
+    require_single_key(key)
     nodes, structure = jax.tree.flatten(model, is_leaf=lambda node: isinstance(node, LoraLinear))
 
     def with_keys(index: int, node: Any) -> Any:
@@ -331,12 +298,13 @@ def require_merged(model: Any) -> None:
         )
 
 
-def _chosen(layers: dict[str, Any], targets: Targets | None) -> list[str]:
+def _chosen(model: Any, layers: dict[str, Any], targets: Targets | None) -> list[str]:
     """The paths of the layers that get an adapter."""
     are_linear = {path: isinstance(layer, hnn.Linear | eqx.nn.Linear) for path, layer in layers.items()}
+    shared = _sharing(model, layers)
     if targets is None:
         kernels = {path: rule_of(layer, default_rules).kernel(layer) for path, layer in layers.items()}
-        left_out = {*routers(kernels), *(path for path in layers if path and is_head(path))}
+        left_out = {*shared, *routers(kernels), *(path for path in layers if path and is_head(path))}
         chosen = [path for path, is_linear in are_linear.items() if is_linear and path not in left_out]
         if not chosen:
             raise ValueError("model has no linear layer but heads and routers; name those that you mean in targets")
@@ -353,7 +321,23 @@ def _chosen(layers: dict[str, Any], targets: Targets | None) -> list[str]:
             f"targets selects {others[0]}, a {type(layers[others[0]]).__name__}; adapters are for haliax.nn.Linear and "
             "equinox.nn.Linear, so name these"
         )
+    if tied := shared.intersection(chosen):
+        raise ValueError(
+            f"targets selects {min(tied)}, whose weight eqx.nn.Shared shares with another layer; leave it out, or give "
+            "the model with separate weights"
+        )
     return chosen
+
+
+def _sharing(model: Any, layers: dict[str, Any]) -> set[str]:
+    """The paths of the layers whose weight an `eqx.nn.Shared` gives to another layer, or takes from one."""
+    is_shared = lambda node: isinstance(node, eqx.nn.Shared)
+    owners = filter(is_shared, jax.tree.leaves(model, is_leaf=is_shared))
+    arrays = {id(x) for node in owners for x in jax.tree.leaves(node.get(node.pytree))}
+    # What takes it has a node that is no array.
+    takes = lambda layer: not _is_fp8(layer) and not all(hasattr(x, "dtype") for x in jax.tree.leaves(layer.weight))
+    gives = lambda layer: any(id(x) in arrays for x in jax.tree.leaves(layer.weight))
+    return {path for path, layer in layers.items() if hasattr(layer, "weight") and (takes(layer) or gives(layer))}
 
 
 def _halves(layer: Any, stack: tuple[hax.Axis, ...], rank: int, key: Array) -> tuple[Any, Any]:

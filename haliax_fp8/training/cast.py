@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Key
 
+from .._numerics.checks import require_single_key
 from .._op import Fp8DotGeneral
 from .._product.arguments import floating_dtype
 from .._state.op_state import is_state
 from ..layers.checks import require_model
 from ..layers.walk import is_op
-from .step_arguments import require_single_key
 
 
 def cast_params[M](model: M, dtype: DTypeLike) -> M:

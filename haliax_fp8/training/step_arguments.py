@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax.errors import is_about_deleted_array
-from .._numerics.checks import require_bool
+from .._numerics.checks import require_bool, require_single_key
 from .._numerics.rounding import Rounding
 from .._op import Fp8DotGeneral
 from .._state.op_state import is_state
@@ -202,12 +202,6 @@ def _takes(signature: inspect.Signature, batch: tuple[Any, ...], named: dict[str
     except TypeError:
         return False
     return True
-
-
-def require_single_key(key: Any, name: str = "key") -> None:
-    """Raises a ValueError unless an argument is one key of `jax.random.key`."""
-    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
-        raise ValueError(f"{name}={key!r} is not a single random key; make one with jax.random.key(seed)")
 
 
 def require_state_of(

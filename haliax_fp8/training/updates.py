@@ -15,6 +15,7 @@ import optax
 from haliax.quantization import CustomGradientAccumulation
 from jaxtyping import Array, Key, PyTree, UInt32
 
+from .._numerics.checks import require_single_key
 from .._numerics.rounding import stochastic_bfloat16
 from .._state.op_state import OpState, OverwriteWithGradient
 from .._state.update import overwrite_states, replace_states
@@ -30,7 +31,6 @@ from ..layers.checks import (
 from ..layers.describe import with_calls_of
 from ..layers.quantized_kernels import require_no_quantized_kernels, without_quantized_kernels
 from .quantized_state import with_moments_of
-from .step_arguments import require_single_key
 
 
 def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:

@@ -19,6 +19,7 @@ import haliax_fp8 as fp8
 from haliax_fp8.huggingface import check_folder, export_adapter, export_model, import_model, load
 from haliax_fp8.huggingface.folder import TensorFolder
 from haliax_fp8.huggingface.layout import named
+from haliax_fp8.layers.frozen_array import FrozenArray
 from haliax_fp8.models import (
     LoraLinear,
     MixtureOfExperts,
@@ -28,7 +29,6 @@ from haliax_fp8.models import (
     merge_lora,
     with_dropout_keys,
 )
-from haliax_fp8.models.adapters import FrozenArray
 from haliax_fp8.serving import quantize_for_inference
 
 
@@ -179,6 +179,16 @@ def test_merged_weights_compute_the_same(kind, folder):
     )
 
 
+def test_adapters_are_merged_in_float32():
+    """Whatever their own dtype is: that of a step which casts its parameters."""
+    layer = eqx.nn.Linear(8, 4, key=KEY)
+    model = fp8.cast_params(with_noise(add_lora(layer, rank=2, alpha=3, key=KEY)), jnp.bfloat16)
+    expected = float64(layer.weight) + 1.5 * float64(model.adapted.B.weight) @ float64(model.adapted.A.weight)
+    merged = merge_lora(model)
+    assert merged.weight.dtype == jnp.float32
+    np.testing.assert_allclose(merged.weight, expected, atol=1e-6)
+
+
 @pytest.mark.more
 def test_merges_what_is_not_a_plain_matrix():
     """An ensemble, muP's factor, and axes in another order."""
@@ -256,6 +266,7 @@ def test_optimizers_hold_moments_of_adapters_alone(standard_promotion):
         {"targets": []},
         {"targets": "embedding"},
         {"model": [1.0]},
+        {"key": 0},
     ],
     ids=str,
 )
@@ -277,6 +288,10 @@ def test_mistakes_with_models(folder, tmp_path):
     for call in (merge_lora, lambda m: with_dropout_keys(m, KEY), lambda m: export_adapter(m, tmp_path / "a")):
         with unchecked(), pytest.raises(ValueError, match="without adapters"):
             call(base("plain"))
+    with unchecked(), pytest.raises(ValueError, match="key=0 is not a single random key"):
+        with_dropout_keys(model, 0)
+    with unchecked(), pytest.raises(ValueError, match="base=None is not the name of a folder"):
+        export_adapter(model, tmp_path / "a", base=None)
     for call in (lambda: export_model(model, tmp_path / "b", "BF16"), lambda: quantize_for_inference(model, "dynamic")):
         with pytest.raises(ValueError, match="merge_lora"):
             call()
@@ -319,8 +334,46 @@ def test_merged_models_are_exported_in_every_layout(layout, tmp_path):
     assert np.linalg.norm(found - weight) < error * np.linalg.norm(weight)
 
 
+class Tied(eqx.Module):
+    """A linear layer that has its weight from an embedding, or the reverse, and one of its own."""
+
+    shared: eqx.nn.Shared
+    up: eqx.nn.Linear
+
+    def __call__(self, x):
+        table, last = self.shared()
+        return last(self.up(table(x)))
+
+
+@pytest.mark.parametrize("gives", [False, True])
+def test_layers_that_share_their_weight_have_no_adapters(gives):
+    embedding, last, up = (f(8, 8, key=KEY) for f in (eqx.nn.Embedding, eqx.nn.Linear, eqx.nn.Linear))
+    ways = (lambda pair: pair[1].weight, lambda pair: pair[0].weight)
+    model = Tied(eqx.nn.Shared((embedding, last), *(ways[::-1] if gives else ways)), up)
+    adapted = add_lora(model, rank=2, key=KEY)
+    assert len(jax.tree.leaves(fp8.trainable(adapted))) == 2
+    np.testing.assert_array_equal(adapted(3), model(3))
+    assert eqx.tree_equal(merge_lora(adapted)(3), model(3))
+    with pytest.raises(ValueError, match=r"targets selects shared\S*, whose weight eqx.nn.Shared shares"):
+        add_lora(model, rank=2, targets=lambda path, layer: "shared" in path, key=KEY)
+
+
+@pytest.mark.parametrize("library", ["equinox", "haliax"])
+def test_frozen_kernels_are_quantized_once(library, standard_promotion):
+    """As in `test_kernel_quantization`, with the numbers of quantizing them in each microbatch."""
+    model = add_lora(fp8.fp8_linear_layers(two(library), recipe="current"), rank=4, key=KEY)
+    x = jax.random.normal(KEY, (8, 64))
+    x = hax.named(x, ("batch", "in")) if library == "haliax" else x
+    square = lambda model, x: jnp.square(getattr(y := model(x), "array", y)).mean()
+    trained = []
+    for choice in ("in_each_microbatch", "once"):
+        step = fp8.TrainStep(square, optax.sgd(0.1), microbatches=2, quantize_kernels=choice)
+        trained.append(step(model, step.init(model), x)[0])
+    assert eqx.tree_equal(*trained) and not eqx.tree_equal(trained[0], model)
+
+
 def test_frozen_arrays_keep_every_bit():
-    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn):
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.complex64):
         x = jnp.array([1.5, -0.0, jnp.nan, 3.0], dtype)
         frozen = FrozenArray.of(x)
         assert frozen.array.dtype == dtype and np.asarray(frozen.array).tobytes() == np.asarray(x).tobytes()

@@ -488,6 +488,8 @@ BROKEN_IN_FOUR_BITS = {
     "global scale of rows": ("NVFP4", put(UNIT, lambda s: np.repeat(s, 4)), UNIT, "shape (4,)"),
     "scales in float": ("NVFP4", put(SCALE, lambda s: s.astype(np.float32)), SCALE, "float8_e4m3fn"),
     "scale negative": ("NVFP4", put(SCALE, negative), SCALE, "zero or negative"),
+    "scales of blocks zero": ("NVFP4", put(SCALE, np.zeros_like), PACKED, "all of its elements are zero"),
+    "format not a name": ("NVFP4", configured(format=["nvfp4-pack-quantized"]), "quantization_config", "format="),
     "input scale missing": ("NVFP4", lambda t, c: t.pop(f"{LAYER}.input_global_scale"), INPUT, "missing"),
     "input scale zero": (
         "NVFP4",

@@ -461,7 +461,7 @@ def test_what_cannot_be_exported(plain, tmp_path):
     broken = eqx.tree_at(
         lambda m: m.blocks.stacked.mlp.up.weight.array, plain, replace_fn=lambda x: x.at[1].set(jnp.nan)
     )
-    empty = {"up": eqx.nn.Linear(64, 0, use_bias=False, key=jax.random.key(0))}
+    empty, odd = ({"up": eqx.nn.Linear(*n, use_bias=False, key=jax.random.key(0))} for n in ((64, 0), (33, 8)))
     uncalibrated = fp8_linear_layers(plain, recipe=Recipe.of(StaticScaling()), exclude="head")
     cases = [
         (lambda: export_model(broken, tmp_path / "a"), r"blocks\.1\.mlp\.up .* infinity or NaN"),
@@ -477,7 +477,9 @@ def test_what_cannot_be_exported(plain, tmp_path):
             "gives 'head.weight' to two tensors",
         ),
         (lambda: names.NameMap.of({"a.{i}": "b"}), "different placeholders"),
+        (lambda: export_model(plain, tmp_path / "a", names=3), "names=3 is not a NameMap.*use one"),
         (lambda: export_model(empty, tmp_path / "a"), r"up has shape \(0, 64\): it has no elements"),
+        (lambda: export_model(odd, tmp_path / "a", "MXFP4A16"), r"up has shape \(8, 33\).*'MXFP4A16'.*exclude="),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

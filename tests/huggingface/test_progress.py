@@ -6,6 +6,7 @@ import sys
 
 import jax
 import pytest
+from helpers import unchecked
 
 from haliax_fp8.huggingface import check_folder, convert_folder, export_model, import_model
 from haliax_fp8.models import Transformer, TransformerConfig
@@ -60,6 +61,17 @@ def _arrays(directory):
 
     folder = TensorFolder.open(directory)
     return [folder[name] for name in folder.tensors]
+
+
+def test_what_is_not_a_function_is_refused(tmp_path):
+    calls = (
+        lambda: export_model(MODEL, tmp_path / "new", progress=True),
+        lambda: quantize_for_inference(MODEL, "FP8_DYNAMIC", progress=True),
+    )
+    for call in calls:
+        with unchecked(), pytest.raises(ValueError, match="progress=True is not a function; give one"):
+            call()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_export_that_is_interrupted_leaves_nothing(tmp_path):
