@@ -25,13 +25,11 @@ class Step:
         function: The step.
         args: Its arguments, arrays or `ShapeDtypeStruct`s.
         shardings: A `PartitionSpec` (or a tree of them, or None) for each argument; None to use the arrays' own.
-        known: Reasons why layers stay in high precision, by path.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     shardings: Any = None
-    known: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def split_reference(reference: str) -> tuple[str, str]:

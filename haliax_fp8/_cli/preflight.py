@@ -20,7 +20,6 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from ..devices.catalog import canonical
 from ..devices.device import Device
 from ..layers.config import Fp8Config
-from ..layers.describe import describe
 from ..preflight import PreflightError, PreflightReport, compilable_devices, inspect_step
 from ..preflight.devices import as_compilable
 from ..recipes.catalog import named
@@ -307,7 +306,7 @@ def demo_steps(options: argparse.Namespace) -> Steps:
             function, args = demo_step(demo, **sizes, stacking=options.blocks, config=config)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        return Step(function, args, known=reasons(args[0], config))
+        return Step(function, args)
 
     def steps() -> tuple[Step, Step | None]:
         how = "cuDNN's, without scores in memory" if sizes["fused_attention"] else "XLA's, with scores in memory"
@@ -337,19 +336,7 @@ def user_steps(options: argparse.Namespace) -> Steps:
     make = load_step(options.step)
     make_baseline = None if options.compare is None else load_step(options.compare)
 
-    def steps() -> tuple[Step, Step | None]:
-        step = make()
-        step.known.update({path: reason for arg in step.args for path, reason in reasons(arg, None).items()})
-        return step, None if make_baseline is None else make_baseline()
-
-    return steps
-
-
-def reasons(model: Any, config: Fp8Config | None) -> dict[str, str]:
-    """Why layers of a model stay in high precision, by path; nothing of an argument that is a single array."""
-    if model is None or jax.tree_util.all_leaves([model]):
-        return {}
-    return {layer.path: layer.reason for layer in describe(model, config) if layer.reason}
+    return lambda: (make(), None if make_baseline is None else make_baseline())
 
 
 def compile_with_progress(step: Step, baseline: Step | None, options: argparse.Namespace) -> PreflightReport:
@@ -373,7 +360,6 @@ def compile_with_progress(step: Step, baseline: Step | None, options: argparse.N
                 mesh=options.mesh,
                 shardings=step.shardings,
                 compare=None if baseline is None else (baseline.function, baseline.args),
-                known=step.known,
                 compiler_options=options.xla,
                 other_setting=options.both_settings,
                 progress=say,

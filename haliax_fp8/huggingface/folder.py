@@ -69,7 +69,8 @@ class TensorFolder:
         """
         folder = pathlib.Path(directory)
         if not folder.is_dir():
-            raise BrokenCheckpoint(os.fspath(directory), "it is not a folder")
+            problem = "it is not a folder; give the one that holds config.json, on this machine"
+            raise BrokenCheckpoint(os.fspath(directory), problem)
         config = json_file(_inside(folder, CONFIG, "a checkpoint has it beside its tensors", follow_links))
         listed = None
         if os.path.lexists(folder / INDEX):

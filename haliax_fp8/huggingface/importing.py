@@ -59,6 +59,7 @@ def import_model[M](
     weights: Weights | str = Weights.DEQUANTIZED,
     strict: bool = True,
     config: Fp8Config | None = None,
+    follow_links: bool = False,
     progress: Watcher | None = None,
 ) -> M:
     """Reads a checkpoint into a model, without PyTorch.
@@ -79,6 +80,7 @@ def import_model[M](
             block after the other, and layers compute in the dtype of the model's parameters.
         strict: Whether a tensor of the checkpoint that the model does not have is an error.
         config: Only its `rules` matter; needed for layers of your own classes.
+        follow_links: As in `check_folder`.
         progress: As in `export_model`.
 
     Returns:
@@ -95,8 +97,8 @@ def import_model[M](
     except ValueError:
         options = ", ".join(repr(member.value) for member in Weights)
         raise ValueError(f"weights={weights!r} must be one of {options}") from None
-    rules, checked, name_map = as_config(config).rules, Checked.of(TensorFolder.open(directory)), names_of(model, names)
-    folder = checked.folder
+    folder = TensorFolder.open(directory, follow_links=follow_links)
+    rules, checked, name_map = as_config(config).rules, Checked.of(folder), names_of(model, names)
     outputs = functools.cache(
         lambda: {
             name_map.to_checkpoint(tensor.name): tensor.shape[0] for tensor in tensors_of(model, rules) if tensor.shape
@@ -134,6 +136,7 @@ def load(
     weights: "Weights | str" = "dequantized",
     dtype: DTypeLike | None = None,
     without_effect: tuple[str, ...] = (),
+    follow_links: bool = False,
     progress: Watcher | None = None,
 ) -> Transformer:
     """The model of a folder: Llama, Mistral, Qwen2, Qwen3, Mixtral or Qwen3-MoE, plain or in any layout of FP8.
@@ -146,6 +149,7 @@ def load(
         weights: As in `import_model`: `"dequantized"`, `"frozen"` or `"served"`.
         dtype: The dtype of the weights that are not in FP8; by default the one that `config.json` names.
         without_effect: Keys of `config.json` that this version does not know, and that you know not to matter.
+        follow_links: As in `check_folder`: for a folder in the cache of Hugging Face's hub.
         progress: As in `export_model`.
 
     Returns:
@@ -167,14 +171,15 @@ def load(
         'ServedLinear'
     """
     require_folder_name(directory, "load(directory)")
-    folder = TensorFolder.open(directory)
+    folder = TensorFolder.open(directory, follow_links=follow_links)
     config, names = transformer_of(folder, without_effect)
     named = folder.config.get("dtype", folder.config.get("torch_dtype", "bfloat16"))
     dtype = floating_dtype("dtype", named if dtype is None else dtype)
     init = functools.partial(Transformer.init, config)
     model = eqx.filter_eval_shape(lambda key: init(key=key), jax.random.key(0))
     cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype) if _is_floating(x) else x
-    return import_model(directory, jax.tree.map(cast, model), names=names, weights=weights, progress=progress)
+    model = jax.tree.map(cast, model)
+    return import_model(directory, model, names=names, weights=weights, follow_links=follow_links, progress=progress)
 
 
 def _is_floating(x: Any) -> bool:

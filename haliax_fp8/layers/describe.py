@@ -140,6 +140,13 @@ def _reasons_of_conversion(model: Any) -> dict[str, str]:
     return {path: reason for reasons in conversions.values() for path, reason in reasons.items()}
 
 
+def reasons_of_layers(tree: Any) -> dict[str, str]:
+    """Why layers of any tree stay in high precision, by path, where a conversion said so or a rule refuses them."""
+    decisions = {path: one for path, one in decide(tree, Fp8Config()).items() if one.rule.op(one.layer) is None}
+    reasons = {path: one.reason for path, one in decisions.items()} | _reasons_of_conversion(tree)
+    return {path: reason for path, reason in reasons.items() if reason}
+
+
 def _is_of_another_kind(layer: Any, rule: LayerRule) -> bool:
     """Whether a layer in high precision does not count as a linear one, such as an embedding."""
     return isinstance(layer, hnn.Embedding) or isinstance(rule.refusal(layer), OnlyIfNamed)

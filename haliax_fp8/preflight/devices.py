@@ -55,11 +55,6 @@ class CompilableDevice(abc.ABC):
     def variables(self) -> Mapping[str, str]:
         """Environment variables that the compiler reads, set while it compiles."""
 
-    @property
-    @abc.abstractmethod
-    def caveats(self) -> tuple[str, ...]:
-        """What a report for this device cannot know."""
-
     @abc.abstractmethod
     def missing(self) -> str | None:
         """Why this machine cannot compile for it, with the command that fixes this; None if it can."""
@@ -111,10 +106,6 @@ class LocalDevice(CompilableDevice):
     def variables(self) -> Mapping[str, str]:
         return {}
 
-    @property
-    def caveats(self) -> tuple[str, ...]:
-        return ("times are estimates, nothing ran" if self.peaks else "no peaks are known, so no times are estimated",)
-
     def missing(self) -> None:
         return None
 
@@ -152,14 +143,6 @@ class CompilableGpu(CompilableDevice):
         quick = {"xla_backend_optimization_level": 0, "xla_gpu_experimental_enable_fusion_autotuner": False}
         options = {name: value for name, value in quick.items() if name not in flags.values}
         return {TRITON_PRODUCTS: flags.triton_products, **options}
-
-    @property
-    def caveats(self) -> tuple[str, ...]:
-        return (
-            "no GPU, so no autotuner: a product shown in Triton may run in cuBLASLt on the device, with the same "
-            "operands, if XLA finds that faster",
-            "times are estimates, nothing ran",
-        )
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -286,10 +269,6 @@ class CompilableTpu(CompilableDevice):
     @property
     def variables(self) -> Mapping[str, str]:
         return {}
-
-    @property
-    def caveats(self) -> tuple[str, ...]:
-        return ("times are estimates, nothing ran",)
 
     def missing(self) -> str | None:
         if TPU.unpacked is not None or importlib.util.find_spec("libtpu"):

@@ -307,7 +307,8 @@ class Page:
         span = lambda name: f"{getattr(SLOWEST, name):.2f} to {getattr(FASTEST, name):.2f}"
         return (
             *self.caveats,
-            f"times are a roofline estimate: {narrow}{likely.flops} of {self.peaks.bf16 / 1e12:.4g} in bf16, "
+            f"times are a roofline estimate, nothing ran: {narrow}"
+            f"{likely.flops} of {self.peaks.bf16 / 1e12:.4g} in bf16, "
             f"{likely.bandwidth} of {self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source}), "
             f"{likely.cast_bandwidth} of it in casts, {likely.two_layouts_bandwidth} where they write two layouts, "
             f"{1e6 * likely.launch:g} µs for each launch, {1e3 * likely.idle:g} ms in which nothing runs, but at most "

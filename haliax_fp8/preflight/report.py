@@ -14,7 +14,7 @@ from .._product.names import DGRAD, WGRAD
 from ..devices.peaks import is_narrow
 from ..devices.roofline import LEAST_GAIN, MOST_GAIN, WHOLE_STEP, Efficiency, Roofline
 from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
-from .devices import CompilableDevice
+from .devices import CompilableDevice, LocalDevice
 from .product import TRITON, Estimate, Product, Program, Verdict
 from .render import Page, as_markdown, as_renderable, operations, size
 from .trace import label
@@ -109,7 +109,13 @@ class PreflightReport(Printable):
     @property
     def caveats(self) -> tuple[str, ...]:
         """What the report does not know."""
-        found = list(self.device.caveats)
+        found = [] if self.device.peaks else ["no peaks are known, so no times are estimated"]
+        is_here = isinstance(self.device, LocalDevice)
+        if not is_here and any(product.implementation.startswith(TRITON) for product in self.step.products):
+            found.append(
+                "no GPU, so no autotuner: a product shown in Triton may run in cuBLASLt on the device, with the same "
+                "operands, if XLA finds that faster"
+            )
         if self.step.unknown_loops:
             found.append(f"{self.step.unknown_loops} loops of unknown length are counted as running once")
         if self.step.branches:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..devices.device import Device
 from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
+from ..layers.describe import reasons_of_layers
 from .analyze import analyze
 from .compile import MeshLike, compile_for, make_mesh
 from .devices import CompilableDevice, as_compilable
@@ -21,7 +22,6 @@ def inspect_step(
     mesh: MeshLike | None = None,
     shardings: Any = None,
     compare: Callable[..., Any] | tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
-    known: Mapping[str, str] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     other_setting: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -42,7 +42,6 @@ def inspect_step(
         shardings: A tuple with a `PartitionSpec` (or a tree of them, or None) for each argument. By default the arrays'
             own shardings, if the mesh has those axes.
         compare: A baseline: another step with the same arguments, or `(step, arguments)`.
-        known: Reasons why layers stay in high precision, by path, for the report to name; `describe` has them.
         compiler_options: XLA's options, as in `jax.jit(compiler_options=...)`; they override the environment's flags.
             A step that passes options to its own `jit` reports them with a method
             `compiler_options(*args, device=device)`.
@@ -74,7 +73,8 @@ def inspect_step(
         compiled = compile_for(
             function, arguments, device=chosen, mesh=its_mesh, shardings=shardings, flags=all_flags, options=options
         )
-        return analyze(compiled, chosen, known)
+        reasons = {path: why for argument in arguments for path, why in reasons_of_layers(argument).items()}
+        return analyze(compiled, chosen, reasons)
 
     say(f"compiling the step for {chosen.kind}")
     step = program(step_fn, args)

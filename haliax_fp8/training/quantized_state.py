@@ -278,8 +278,8 @@ def _planned(
         elif any(getattr(key, "name", None) in _SUMS for key in path):
             reason = "a sum of gradients"
         elif reason is None and part % BLOCK:
-            of_device = "" if part == last else f", of which each device has {part},"
-            reason = f"the last axis, {last}{of_device} is not a multiple of {BLOCK}"
+            of_device = "" if part == last else f" of which each device has {part},"
+            reason = f"the last axis, {last},{of_device} is not a multiple of {BLOCK}"
         return _Leaf(path, parameter, reason, value)
 
     jaxpr, abstract = jax.make_jaxpr(start, return_shape=True)(params)

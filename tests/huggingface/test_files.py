@@ -296,7 +296,7 @@ def test_broken_configurations_are_refused(tmp_path):
     (path / "config.json").unlink()
     with pytest.raises(BrokenCheckpoint, match=r"^config.json: it is missing"):
         TensorFolder.open(path)
-    with pytest.raises(BrokenCheckpoint, match="not a folder"):
+    with pytest.raises(BrokenCheckpoint, match="not a folder; give the one that holds config.json"):
         TensorFolder.open(tmp_path / "nothing")
     pickled = write(tmp_path / "y", {}, {})
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")

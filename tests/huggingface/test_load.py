@@ -56,6 +56,17 @@ def test_a_loaded_model_is_the_one_that_was_written(name, tmp_path):
     assert dataclasses.replace(loaded.config, **parts) == model.config
 
 
+def test_a_folder_of_the_hubs_cache(tmp_path):
+    """Its files are links to elsewhere."""
+    blobs, cached = written(tmp_path / "blobs", trained()), tmp_path / "cached"
+    cached.mkdir()
+    for file in blobs.iterdir():
+        (cached / file.name).symlink_to(file)
+    with pytest.raises(ValueError, match="allow that with follow_links=True"):
+        load(cached)
+    np.testing.assert_array_equal(load(cached, follow_links=True)(TOKENS).array, load(blobs)(TOKENS).array)
+
+
 @pytest.mark.parametrize("weights", ["frozen", "served"])
 def test_weights_in_fp8_stay_in_fp8(weights, tmp_path):
     folder = written(tmp_path / "folder", trained(), "FP8_DYNAMIC")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import pytest
@@ -83,9 +84,9 @@ def test_a_layer_left_in_bf16(device):
     report = report_of(device, converted(fp8.Fp8Config(targets=["layers.0", "layers.2"])))
     wrong = [p for p in report.products if p.verdict is Verdict.HIGH_PRECISION]
     assert {p.layer for p in wrong} == {"model.layers.1"} and len(wrong) == 3
-    assert {p.reason for p in wrong} == {"not converted"}
+    assert {p.reason for p in wrong} == {"not among the targets"}
     with pytest.raises(
-        PreflightError, match=r"(?s)asked_flops=0.95.*0\.6250.*model\.layers\.1 .*not converted"
+        PreflightError, match=r"(?s)asked_flops=0.95.*0\.6250.*model\.layers\.1 .*not among the targets"
     ) as error:
         report.require(asked_flops=0.95)
     assert "model.layers.0" not in str(error.value)
@@ -93,11 +94,18 @@ def test_a_layer_left_in_bf16(device):
 
 @everywhere
 def test_the_rule_that_left_a_layer_alone_is_named(device):
-    report = report_of(
-        device, converted(fp8.Fp8Config(targets=["layers.0"])), known={"layers.1": "excluded by 'layers.1'"}
-    )
+    report = report_of(device, converted(fp8.Fp8Config(targets=["layers.0", "layers.1"], exclude="layers.1")))
     reasons = {(p.layer, p.reason) for p in report.products if p.verdict is Verdict.HIGH_PRECISION}
-    assert reasons == {("model.layers.1", "excluded by 'layers.1'"), ("model.layers.2", "not converted")}
+    assert reasons == {("model.layers.1", "excluded by 'layers.1'"), ("model.layers.2", "not among the targets")}
+
+
+@pytest.mark.parametrize("argument", [hax.ones({"rows": 16}), fp8.Fp8DotGeneral.init(), None, [], jax.nn.relu])
+def test_an_argument_without_layers(argument):
+    """Reasons are looked for in every argument of a step."""
+    model = fp8.fp8_linear_layers(eqx.nn.MLP(16, 16, 16, 1, key=jax.random.key(0)), exclude="layers.1")
+    step = lambda run, argument, x: jax.vmap(run[0])(x)
+    report = inspect_step(step, (model, ()), argument, struct(16, 16, dtype=jnp.float32), device="local")
+    assert [p.reason for p in report.products][1:] == ["excluded by 'layers.1'"]
 
 
 @everywhere

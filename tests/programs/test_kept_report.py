@@ -39,6 +39,8 @@ def test_the_report_of_what_is_kept_is_the_report(monkeypatch):
     report = script["kept"]()
     assert without_times(script["facts"](report)) == without_times(json.loads(script["KEPT"].read_text()))
     assert report.speedup is not None
+    assert report.caveats == (), "nothing of Triton, whose products are off"
+    assert {product.reason for product in report.products if product.reason} == {"excluded by 'layers.2'"}
     picture = script["PICTURES"]["preflight"]()
     shown = [product for product in report.products if product.name in ("fprop", "forward")]
     assert shown and all(f"{product.m}×{product.k}×{product.n}" in picture for product in shown)

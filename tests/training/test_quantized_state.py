@@ -296,14 +296,14 @@ def test_what_stays_in_float32_says_why(monkeypatch):
     for line in (
         "0.mu.weight E4M3[64, 128]",
         "0.nu.bias float32 fewer than min_size=4096 elements",
-        "0.mu.odd float32 the last axis, 100 is not a multiple of 128",
+        "0.mu.odd float32 the last axis, 100, is not a multiple of 128",
     ):
         assert line in shown
     assert state.optimizer[0].mu["odd"].dtype == jnp.float32
     of_trace = functools.partial(quantized_state, store)
     assert reasons(of_trace(min_size=0, where=lambda path, x: path != "weight" and x.shape), PARAMS) == {
         "trace.weight": "left out by where",
-        "trace.odd": "the last axis, 100 is not a multiple of 128",
+        "trace.odd": "the last axis, 100, is not a multiple of 128",
     }
     for embedding in (
         hnn.Embedding.init(Vocab, Embed, key=jax.random.key(0)),
