@@ -69,7 +69,7 @@ def _equation_with_checkpoints(equation: Any, done: dict[int, Any]) -> Any:
     inside = equation.params[_CALLS[name]]
     if name == "scan" and not (_holds_checkpoint(inside) or _has_effects(inside)):
         # What the policy says holds for scans inside this one as well.
-        new = _as_checkpoint(inside)
+        new = _as_checkpoint(inside, scan=equation)
     elif name == "cond":
         new = tuple(_with_checkpoints(branch, done) for branch in inside)
         new = inside if all(a is b for a, b in zip(new, inside, strict=True)) else new
@@ -92,19 +92,22 @@ def _has_effects(program: Any) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in program.effects)
 
 
-def _as_checkpoint(program: Any) -> Any:
-    """A program that calls another as a checkpoint."""
+def _as_checkpoint(program: Any, scan: Any) -> Any:
+    """A scan's body that calls the scan's own body as a checkpoint.
+
+    Context and line are those of the scan. An equation of the body may be in a context of its own, with XLA's metadata,
+    the host as its device or another mesh, which JAX would give to the whole body.
+    """
     inner = program.replace(constvars=[], invars=[*program.constvars, *program.invars])
     results = [Var(x.aval) for x in inner.outvars]
     template = _checkpoint_equation()
-    first = inner.eqns[0] if inner.eqns else template
     call = template.replace(
         invars=inner.invars,
         outvars=results,
         params=template.params | {"jaxpr": inner},
         effects=inner.effects,
-        source_info=first.source_info.replace(name_stack=template.source_info.name_stack),
-        ctx=first.ctx,
+        source_info=scan.source_info.replace(name_stack=template.source_info.name_stack),
+        ctx=scan.ctx,
     )
     return program.replace(outvars=results, eqns=[call])
 
