@@ -320,6 +320,19 @@ def test_the_context_of_an_equation_stays_its_own():
     assert marked_products(True) == marked_products(False) > 0
 
 
+def test_complex_numbers():
+    """JAX's checkpoints cannot keep them: it rounds what is kept with `reduce_precision`, which takes reals alone."""
+
+    def of(kernels, x):
+        def body(x, kernel):
+            waves = jnp.fft.rfft(jnp.tanh(x @ kernel))
+            return jnp.fft.irfft(waves * jnp.conj(waves)), None
+
+        return jax.lax.scan(body, x, kernels)[0].sum()
+
+    assert_same_bits(*both(of, jnp.full((3, 8, 8), 0.1), jnp.ones((4, 8))))
+
+
 def test_forward_mode_over_the_gradient():
     """Of a model without FP8, with and without checkpoints."""
     model = fp8.restore_linear_layers(blocks(jnp.float32))
