@@ -11,6 +11,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Var, jaxpr_as_fun, jaxprs_in_params
 
 from .._jax.errors import calls_users_function
@@ -25,8 +26,9 @@ _CALLS = {"jit": "jaxpr", "shard_map": "jaxpr", "cond": "branches", "scan": "jax
 def recomputing_in_scans(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The function, to be differentiated: the bodies of its scans recompute elementwise work, with the same values.
 
-    A body stays as it is if it holds a checkpoint, or has effects, such as printing, which would happen twice. Scans
-    inside it are still changed. The function is traced, so it may not depend on the values of its argument.
+    A body stays as it is if it holds a checkpoint, or complex numbers, which JAX's checkpoints refuse to keep, or has
+    effects, such as printing, which would happen twice. Scans inside it are still changed. The function is traced, so
+    it may not depend on the values of its argument.
 
     Args:
         function: Takes a tree of arrays; its result may hold anything.
@@ -67,9 +69,9 @@ def _equation_with_checkpoints(equation: Any, done: dict[int, Any]) -> Any:
     if name not in _CALLS:
         return equation
     inside = equation.params[_CALLS[name]]
-    if name == "scan" and not (_holds_checkpoint(inside) or _has_effects(inside)):
+    if name == "scan" and not (_holds_checkpoint(inside) or _has_effects(inside) or _holds_complex(inside)):
         # What the policy says holds for scans inside this one as well.
-        new = _as_checkpoint(inside)
+        new = _as_checkpoint(inside, scan=equation)
     elif name == "cond":
         new = tuple(_with_checkpoints(branch, done) for branch in inside)
         new = inside if all(a is b for a, b in zip(new, inside, strict=True)) else new
@@ -92,19 +94,30 @@ def _has_effects(program: Any) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in program.effects)
 
 
-def _as_checkpoint(program: Any) -> Any:
-    """A program that calls another as a checkpoint."""
+def _holds_complex(program: Any) -> bool:
+    variables = [*program.constvars, *program.invars, *(x for equation in program.eqns for x in equation.outvars)]
+    is_complex = lambda x: jnp.issubdtype(getattr(x.aval, "dtype", bool), jnp.complexfloating)
+    return any(map(is_complex, variables)) or any(
+        _holds_complex(inside) for equation in program.eqns for inside in jaxprs_in_params(equation.params)
+    )
+
+
+def _as_checkpoint(program: Any, scan: Any) -> Any:
+    """A scan's body that calls the scan's own body as a checkpoint.
+
+    Context and line are those of the scan. An equation of the body may be in a context of its own, with XLA's metadata,
+    the host as its device or another mesh, which JAX would give to the whole body.
+    """
     inner = program.replace(constvars=[], invars=[*program.constvars, *program.invars])
     results = [Var(x.aval) for x in inner.outvars]
     template = _checkpoint_equation()
-    first = inner.eqns[0] if inner.eqns else template
     call = template.replace(
         invars=inner.invars,
         outvars=results,
         params=template.params | {"jaxpr": inner},
         effects=inner.effects,
-        source_info=first.source_info.replace(name_stack=template.source_info.name_stack),
-        ctx=first.ctx,
+        source_info=scan.source_info.replace(name_stack=template.source_info.name_stack),
+        ctx=scan.ctx,
     )
     return program.replace(outvars=results, eqns=[call])
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import unchecked
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, PartitionSpec
 
@@ -298,6 +299,38 @@ def test_effects_happen_once():
     run(fp8.filter_grad(mean_square(scanned(reporting))), blocks(), inputs())
     jax.effects_barrier()
     assert len(calls) == Blocks.size
+
+
+def test_the_context_of_an_equation_stays_its_own():
+    """The body's first product has metadata for XLA, which the checkpoint's others must not get."""
+
+    def of(kernels, x):
+        def body(x, kernel):
+            with set_xla_metadata(marked="yes"):
+                x = x @ kernel
+            return jnp.tanh(x) @ kernel.T, None
+
+        return jax.lax.scan(body, x, kernels)[0].sum()
+
+    def marked_products(recompute):
+        gradient = jax.jit(fp8.filter_grad(of, recompute_in_scans=recompute))
+        text = gradient.lower(jnp.ones((3, 8, 8)), jnp.ones((4, 8))).as_text()
+        return sum("marked" in line for line in text.splitlines() if "dot_general" in line)
+
+    assert marked_products(True) == marked_products(False) > 0
+
+
+def test_complex_numbers():
+    """JAX's checkpoints cannot keep them: it rounds what is kept with `reduce_precision`, which takes reals alone."""
+
+    def of(kernels, x):
+        def body(x, kernel):
+            waves = jnp.fft.rfft(jnp.tanh(x @ kernel))
+            return jnp.fft.irfft(waves * jnp.conj(waves)), None
+
+        return jax.lax.scan(body, x, kernels)[0].sum()
+
+    assert_same_bits(*both(of, jnp.full((3, 8, 8), 0.1), jnp.ones((4, 8))))
 
 
 def test_forward_mode_over_the_gradient():
