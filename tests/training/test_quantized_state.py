@@ -246,7 +246,12 @@ def test_every_optimizer_trains_resumes_and_changes_precision(name, tree, tmp_pa
     model, count = TREES[tree](), 6
     in_float32, in_fp8 = TrainStep(loss_fn, OPTIMIZERS[name]), TrainStep(loss_fn, quantized_state(OPTIMIZERS[name]))
     _, wide, expected = losses_of(in_float32, model, in_float32.init(model), count)
-    trained, state, losses = losses_of(in_fp8, model, in_fp8.init(model), count)
+    almost, state, losses = losses_of(in_fp8, model, in_fp8.init(model), count - 1)
+    # An update computes a block's smallest element and its data in two programs. At the optimization level of these
+    # tests XLA makes a fused multiply-add of `a * m + b * g` in one of them alone, at its own level in both.
+    last = eqx.filter_jit(in_fp8, compiler_options={"xla_backend_optimization_level": 3})
+    trained, state, (loss,) = losses_of(last, almost, state, 1)
+    losses.append(loss)
     # The gap, of all that was learned: both start at the same loss.
     assert losses[0] == expected[0] and expected[-1] < expected[0]
     assert abs(losses[-1] - expected[-1]) < 0.05 * (expected[0] - expected[-1])
@@ -268,15 +273,9 @@ def test_every_optimizer_trains_resumes_and_changes_precision(name, tree, tmp_pa
     assert jax.tree.structure(again) == jax.tree.structure(state)
     exponents = [pair for pair in zip(again.exponents, state.exponents, strict=True) if pair[0] is not None]
     for (*_, a), (*_, b), (k, other) in zip(moments(again), moments(state), exponents, strict=True):
-        # An update computes the smallest element of a block and its data in two programs. At the optimization level of
-        # these tests, XLA makes a fused multiply-add of `a * m + b * g` in the second alone (in neither with
-        # `--xla_cpu_max_isa=AVX`). So they differ by the rounding of one term. Where the element is what cancellation
-        # left, that may be more than an ulp of it, and what was stored has another range than what was measured.
-        same = jnp.abs(k - other) <= 1e-4 * other
-        assert (~same).sum() <= 0.05 * same.size
+        np.testing.assert_allclose(k, other, rtol=1e-4)
         # Of a value that float32 computes just beside the grid, the other neighbor may be drawn.
-        moved = (jnp.abs(a - b) > 1e-3 * jnp.abs(b)) & jnp.repeat(same, SIZE, axis=-1)
-        assert moved.sum() <= 1e-4 * a.size
+        assert (jnp.abs(a - b) > 1e-3 * jnp.abs(b)).sum() <= 1e-4 * a.size
     expected = losses_of(in_fp8, trained, state, 2)[2]
     for go_on, other in ((in_float32, unrounded), (in_fp8, again)):
         assert losses_of(go_on, trained, other, 2)[2] == pytest.approx(expected, rel=1e-3)
