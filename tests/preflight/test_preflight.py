@@ -371,7 +371,7 @@ def test_json_has_every_product(compared):
     assert (in_json["count"], in_json["bytes"], in_json["small"]) == (others.count, others.bytes, others.small)
     assert in_json["traffic"]["casts"] == others.traffic.casts > 0
     assert found["device"]["peaks"]["bandwidth"] == 1e12 and found["mesh"] == {"devices": 1}
-    assert found["findings"] and found["caveats"]
+    assert found["findings"] and found["caveats"] == list(compared.caveats)
 
 
 def test_text_and_markdown_say_the_same(compared):

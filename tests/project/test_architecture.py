@@ -29,8 +29,10 @@ FLOORS = (
     ("_skipped",),
     # The public ops.
     ("_op",),
-    # Layers; and proof before purchase, which needs none.
-    ("_einsum", "layers", "preflight"),
+    # Layers.
+    ("_einsum", "layers"),
+    # Proof before purchase, which says why a layer's products are not in FP8.
+    ("preflight",),
     # Models of such layers, and adapters for them.
     ("models",),
     # What is kept for the backward pass.
