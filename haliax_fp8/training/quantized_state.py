@@ -171,15 +171,13 @@ def quantized_state(
         updates = optax.tree.cast(updates, jnp.float32)
         of = lambda state: inner.update(updates, state.dequantize(), wide, **extra)
         # XLA keeps in memory what is computed once and read several times, which would be all new moments in float32.
-        # So whatever reads them has its own copy of the optimizer's arithmetic, and XLA computes it in two launches:
-        # both reductions, and the rest.
+        # So each reduction and the rest have their own copy of the optimizer's arithmetic, and XLA computes it in two
+        # launches: both reductions, and the rest.
         largest = _reduced(_largest, state, of(state)[1])
         state = _read_again(state, state.scales)
         smallest = _reduced(_smallest, state, of(state)[1])
         blocks = _blocks(largest, smallest)
-        state = _read_again(state, blocks)
-        _, new = of(state)
-        updates, _ = of(_read_again(state, blocks))
+        updates, new = of(_read_again(state, blocks))
         updates = jax.tree.map(lambda x, dtype: x.astype(dtype), updates, dtypes)
         return updates, _stored(state, new, state.step + np.uint32(1), blocks)
 

@@ -939,13 +939,6 @@ CHANGES = (
         ("test_parameter_rounding.py::test_small_updates_arrive_whole_on_average",),
     ),
     Change(
-        "new moments are kept in float32 during an update",
-        "training/quantized_state.py",
-        "updates, _ = of(_read_again(state, blocks))",
-        "updates, new = of(state)",
-        ("test_compiled_updates.py::test_an_update_reads_gradient_and_moments_twice_and_keeps_no_moment_in_float32",),
-    ),
-    Change(
         "an update is rounded before it is added",
         "training/updates.py",
         "(parameter.astype(dtype) + update.astype(dtype)).astype(parameter.dtype)",
