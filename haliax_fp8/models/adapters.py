@@ -334,7 +334,7 @@ def _sharing(model: Any, layers: dict[str, Any]) -> set[str]:
     is_shared = lambda node: isinstance(node, eqx.nn.Shared)
     owners = filter(is_shared, jax.tree.leaves(model, is_leaf=is_shared))
     arrays = {id(x) for node in owners for x in jax.tree.leaves(node.get(node.pytree))}
-    # What takes it has a node that is no array.
+    # A layer that takes its weight from another has a placeholder there instead of an array.
     takes = lambda layer: not _is_fp8(layer) and not all(hasattr(x, "dtype") for x in jax.tree.leaves(layer.weight))
     gives = lambda layer: any(id(x) in arrays for x in jax.tree.leaves(layer.weight))
     return {path for path, layer in layers.items() if hasattr(layer, "weight") and (takes(layer) or gives(layer))}
