@@ -11,32 +11,13 @@ they are first used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._einsum import Fp8Einsum
-from ._jax.max_grad import fp32_max_grad
-from ._op import Fp8DotGeneral
-from ._state.op_state import OverwriteWithGradient
-from .layers import Fp8Config, describe, fp8_linear_layers, quantize_kernels, restore_linear_layers
-from .recipes import DelayedScaling, Recipe
-from .training import (
-    TrainStep,
-    accumulate_gradients,
-    apply_updates,
-    calibrate,
-    cast_params,
-    filter_grad,
-    filter_value_and_grad,
-    partition_for_grad_overwrite,
-    trainable,
-    transfer_optimizer_state,
-    with_rounding_keys,
-)
-
 
 if TYPE_CHECKING:
     from . import (
         checkpoints as checkpoints,
         devices as devices,
         experimental as experimental,
+        folders as folders,
         huggingface as huggingface,
         layers as layers,
         memory as memory,
@@ -50,7 +31,26 @@ if TYPE_CHECKING:
         statistics as statistics,
         training as training,
     )
+    from ._einsum import Fp8Einsum
+    from ._jax.max_grad import fp32_max_grad
+    from ._op import Fp8DotGeneral
+    from ._state.op_state import OverwriteWithGradient
+    from .layers import Fp8Config, describe, fp8_linear_layers, quantize_kernels, restore_linear_layers
+    from .recipes import DelayedScaling, Recipe
     from .statistics import quantization_statistics
+    from .training import (
+        TrainStep,
+        accumulate_gradients,
+        apply_updates,
+        calibrate,
+        cast_params,
+        filter_grad,
+        filter_value_and_grad,
+        partition_for_grad_overwrite,
+        trainable,
+        transfer_optimizer_state,
+        with_rounding_keys,
+    )
 
 
 __version__ = "0.1.0"
@@ -89,6 +89,7 @@ _MODULES = (
     "checkpoints",
     "devices",
     "experimental",
+    "folders",
     "huggingface",
     "layers",
     "memory",
@@ -112,12 +113,26 @@ _OTHER_NAMES = {
 }
 
 
+# Where each name is: loaded when it is first used, so that what needs no JAX, such as `folders`, starts without.
+_NAMES = {
+    "Fp8Einsum": "_einsum",
+    "fp32_max_grad": "_jax.max_grad",
+    "Fp8DotGeneral": "_op",
+    "OverwriteWithGradient": "_state.op_state",
+    "quantization_statistics": "statistics",
+    **dict.fromkeys(
+        ("Fp8Config", "describe", "fp8_linear_layers", "quantize_kernels", "restore_linear_layers"), "layers"
+    ),
+    **dict.fromkeys(("DelayedScaling", "Recipe"), "recipes"),
+}
+
+
 def __getattr__(name: str) -> Any:
     """The modules by subject, loaded when they are first used, and the one function that comes from such a module."""
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
-    if name == "quantization_statistics":
-        return importlib.import_module(".statistics", __name__).quantization_statistics
+    if name in __all__:
+        return getattr(importlib.import_module(f".{_NAMES.get(name, 'training')}", __name__), name)
     hint = f"; {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 

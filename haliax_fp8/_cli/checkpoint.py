@@ -5,11 +5,11 @@ import json
 import pathlib
 from typing import Any
 
-from .._files.strict_json import BrokenCheckpoint
-from ..huggingface import CheckReport, check_folder, convert_folder, explain_folder
-from ..huggingface.configuration import NotSupported
-from ..huggingface.convert import ScaleRounding
-from ..huggingface.layout import PLAIN, named
+from ..folders import CheckReport, check_folder, convert_folder, explain_folder
+from ..folders.configuration import NotSupported
+from ..folders.convert import ScaleRounding
+from ..folders.layout import PLAIN, named
+from ..folders.strict_json import BrokenCheckpoint
 from .help_text import Paragraphs
 from .load import UsageError
 from .screen import fitted, on_error, screen
@@ -29,7 +29,7 @@ supported here: what does not depend on it was checked.
 _STATUS = {"sound": 0, "readable": 0, "broken": 1, "not supported here": 3}
 
 
-def add_checkpoint_parser(commands: Any) -> None:
+def add_parsers(commands: Any) -> None:
     """Adds the commands to the parser.
 
     Args:
@@ -67,6 +67,7 @@ def add_checkpoint_parser(commands: Any) -> None:
         default="bfloat16",
         help=f"of plain weights: {', '.join(kinds)} (default: bfloat16)",
     )
+    group.set_defaults(run=run_checkpoint)
     for action in (check, explain, convert):
         action.add_argument("directory", type=pathlib.Path, metavar="DIR", help="config.json and safetensors")
         action.add_argument(

@@ -15,7 +15,7 @@ from .load import UsageError
 from .screen import on_error
 
 
-def add_compiler_parser(commands: Any) -> None:
+def add_parsers(commands: Any) -> None:
     """Adds the command to the parser.
 
     Args:

@@ -1,22 +1,28 @@
 """Runs a command and turns what happens into an exit status."""
 
 import argparse
+import importlib
 import importlib.metadata
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
-from .checkpoint import add_checkpoint_parser, run_checkpoint
-from .compiler import add_compiler_parser
 from .help_text import Parser, program_name
 from .load import UsageError
-from .preflight import add_preflight_parser, explain
 from .screen import fitted, on_error
-from .tables import add_table_parsers
 
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C: 128 plus the signal's number, as in shells."""
+
+_COMMANDS = {
+    "preflight": ("preflight",),
+    "tables": ("devices", "formats"),
+    "checkpoint": ("checkpoint",),
+    "compiler": ("install-compiler",),
+}
+"""The commands of each module."""
 
 CLOSED = 141
 """The exit status when nobody reads the output any more, as after `| head`."""
@@ -49,8 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(fitted(f"error: {error}"), style="red")
         return 2
     except Exception as error:  # Whatever the user's step raises while it is traced.
-        say(explain(error, options), style="red")
+        say(_explained(error, options), style="red")
         return 2
+
+
+def _explained(error: Exception, options: argparse.Namespace) -> str:
+    """What is said of an error: `explain` of the command, or the whole traceback."""
+    own = getattr(options, "explain", None)
+    return "".join(traceback.format_exception(error)) if own is None else own(error, options)
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -67,9 +79,11 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="store_true", help="print the version")
     # Without a command the help says what there is, which argparse's own error does not.
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add in (add_preflight_parser, add_table_parsers, add_checkpoint_parser, add_compiler_parser):
-        add(commands)
-    commands.choices["checkpoint"].set_defaults(run=run_checkpoint)
+    asked = (sys.argv[1:] if argv is None else argv)[:1]
+    for module, names in _COMMANDS.items():
+        # What the others need is loaded for the list of commands, and for none of them.
+        if not {*asked} & {name for of in _COMMANDS.values() for name in of} or {*asked} & {*names}:
+            importlib.import_module(f".{module}", __package__).add_parsers(commands)
     options = parser.parse_args(argv)
     if options.version:
         print(f"haliax-fp8 {importlib.metadata.version('haliax-fp8')}")

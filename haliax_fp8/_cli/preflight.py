@@ -46,7 +46,7 @@ exit status: 0 success, 1 a requirement is not met, 2 the command or a package i
 """
 
 
-def add_preflight_parser(commands: Any) -> None:
+def add_parsers(commands: Any) -> None:
     """Adds the command to the parser.
 
     Args:
@@ -110,7 +110,7 @@ def add_preflight_parser(commands: Any) -> None:
     demo.add_argument("--blocks", choices=list(stackings), help="default: checkpointed")
     demo.add_argument("--recipe", metavar="NAME", help=f"default delayed; {', '.join(named)}, none")
     demo.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="layers to leave in bf16")
-    parser.set_defaults(run=functools.partial(_run, parser))
+    parser.set_defaults(run=functools.partial(_run, parser), explain=explain)
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from .preflight import use_local_devices
 from .screen import screen
 
 
-def add_table_parsers(commands: Any) -> None:
+def add_parsers(commands: Any) -> None:
     """Adds both commands to the parser.
 
     Args:

@@ -8,9 +8,6 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 
 def require(name: str, value: object, kind: Any, example: str, of: str) -> None:
     """Raises a ValueError unless a value is an instance of a class.
@@ -32,12 +29,6 @@ def require_bool(name: str, value: object, of: str) -> None:
     """Raises a ValueError for anything but True and False: a string such as `"no"` would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} of {of} must be True or False")
-
-
-def require_single_key(key: Any, name: str = "key") -> None:
-    """Raises a ValueError unless an argument is one key of `jax.random.key`."""
-    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
-        raise ValueError(f"{name}={key!r} is not a single random key; make one with jax.random.key(seed)")
 
 
 def require_number(name: str, value: object, example: str, of: str) -> None:

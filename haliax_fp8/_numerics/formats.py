@@ -1,20 +1,16 @@
-"""Formats: element types with their limits, and the cast that saturates.
+"""Formats: element types with their limits.
 
 A *format* is what hardware multiplies: E4M3 and E5M2 for training (arXiv:2209.05433, table 1), their `fnuz` variants on
-AMD's MI300. NumPy's type (from `ml_dtypes`) defines the rounding; this file adds saturation, the smallest subnormal,
-and a display name.
+AMD's MI300. NumPy's type (from `ml_dtypes`) defines the rounding; this file adds the limits and a
+display name, and `casts.py` the cast that saturates.
 """
 
 import dataclasses
 import functools
 import math
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Float32
-
-from .checks import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +40,11 @@ class Format:
     def __post_init__(self) -> None:
         dtype = np.dtype(self.dtype)
         object.__setattr__(self, "dtype", dtype)
-        if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 8:
+        try:
+            bits = ml_dtypes.finfo(dtype).bits
+        except ValueError:
+            bits = 0
+        if not 0 < bits <= 8:
             raise ValueError(
                 f"dtype={dtype} of format {self.name!r} is not a floating-point type of eight bits or fewer; "
                 "use one such as jnp.float8_e4m3fn or jnp.float8_e5m2"
@@ -58,32 +58,32 @@ class Format:
     @functools.cached_property
     def max(self) -> float:
         """The largest finite value."""
-        return float(jnp.finfo(self.dtype).max)
+        return float(ml_dtypes.finfo(self.dtype).max)
 
     @property
     def smallest_normal(self) -> float:
         """The smallest positive value with full precision."""
-        return float(jnp.finfo(self.dtype).smallest_normal)
+        return float(ml_dtypes.finfo(self.dtype).smallest_normal)
 
     @property
     def smallest_subnormal(self) -> float:
         """The smallest positive value."""
-        return float(jnp.finfo(self.dtype).smallest_subnormal)
+        return float(ml_dtypes.finfo(self.dtype).smallest_subnormal)
 
     @property
     def bits(self) -> int:
         """Bits of one value."""
-        return int(jnp.finfo(self.dtype).bits)
+        return int(ml_dtypes.finfo(self.dtype).bits)
 
     @property
     def exponent_bits(self) -> int:
         """Bits of the exponent."""
-        return int(jnp.finfo(self.dtype).nexp)
+        return int(ml_dtypes.finfo(self.dtype).nexp)
 
     @property
     def mantissa_bits(self) -> int:
         """Stored bits of the significand."""
-        return int(jnp.finfo(self.dtype).nmant)
+        return int(ml_dtypes.finfo(self.dtype).nmant)
 
     @property
     def relative_error(self) -> float:
@@ -99,68 +99,25 @@ class Format:
         return self.name
 
 
-E4M3 = Format("E4M3", np.dtype(jnp.float8_e4m3fn))
+E4M3 = Format("E4M3", np.dtype(ml_dtypes.float8_e4m3fn))
 """4 bits of exponent, 3 of mantissa, maximum 448: for inputs and kernels."""
 
-E5M2 = Format("E5M2", np.dtype(jnp.float8_e5m2))
+E5M2 = Format("E5M2", np.dtype(ml_dtypes.float8_e5m2))
 """5 bits of exponent, 2 of mantissa, maximum 57344: for gradients."""
 
 # Stored in E4M3's type, which can represent all of its values, and NaN: XLA's CPU compiler fails on programs with 4-bit
 # arrays ("does not support custom element sizes on non-sub-byte types").
-E2M1 = Format("E2M1", np.dtype(jnp.float4_e2m1fn), container=np.dtype(jnp.float8_e4m3fn))
+E2M1 = Format("E2M1", np.dtype(ml_dtypes.float4_e2m1fn), container=np.dtype(ml_dtypes.float8_e4m3fn))
 """2 bits of exponent, 1 of mantissa, maximum 6: the 4-bit elements of NVFP4, stored in bytes of E4M3's type."""
 
-E4M3FNUZ = Format("E4M3FNUZ", np.dtype(jnp.float8_e4m3fnuz))
+E4M3FNUZ = Format("E4M3FNUZ", np.dtype(ml_dtypes.float8_e4m3fnuz))
 """E4M3 as on AMD's MI300: no negative zero, no infinities, maximum 240."""
 
-E5M2FNUZ = Format("E5M2FNUZ", np.dtype(jnp.float8_e5m2fnuz))
+E5M2FNUZ = Format("E5M2FNUZ", np.dtype(ml_dtypes.float8_e5m2fnuz))
 """E5M2 as on AMD's MI300: no negative zero, no infinities, maximum 57344."""
 
 FORMATS: dict[np.dtype, Format] = {format.dtype: format for format in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
 """The 8-bit formats, by their dtypes."""
 
-
-def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "*shape"]:
-    """Rounds to the nearest value of a format, ties to even, and clips values beyond its maximum.
-
-    `cast(clip(x, -max, max))`. The clip comes first because the cast alone does not saturate: values above 464 become
-    NaN in E4M3, and values from 61440 infinity in E5M2 (jax-ml/ml_dtypes#260). Infinities become ±max; NaN stays.
-
-    Args:
-        x: Values to round, any floating dtype.
-        format: The format to round to.
-
-    Returns:
-        An array of `format.storage` with the shape of `x`.
-
-    Raises:
-        ValueError: If `x` is not a floating-point array, or `format` is not a `Format`.
-
-    Example:
-        >>> saturating_cast(jnp.array([1.06, 465.0, -jnp.inf]), E4M3).astype(jnp.float32)
-        Array([   1.,  448., -448.], dtype=float32)
-    """
-    require("format", format, Format, "E4M3 or E5M2", of="saturating_cast")
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-        kind = f"{getattr(x, 'dtype', type(x).__name__)}"
-        raise ValueError(f"x of saturating_cast is {kind}, not a floating-point array; cast it to float32 first")
-    if jnp.finfo(x.dtype).bits < 16:
-        # An element type this narrow may not hold the limit: E5M2's maximum, cast to E4M3, is NaN.
-        x = x.astype(jnp.float32)
-    limit = np.asarray(format.max, x.dtype)
-    x = lax.clamp(-limit, x, limit)
-    storage = format.storage
-    if storage != format.dtype:
-        # The cast below rounds to the storage type; this rounds to the format itself.
-        x = x.astype(jnp.float32)
-        spacing = spacing_of(jnp.abs(x), format)
-        x = lax.round(x / spacing, lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
-    return lax.convert_element_type(x, storage)
-
-
-def spacing_of(magnitude: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:
-    """The distance from the format's value at or below `magnitude` to the next one: a power of two."""
-    bits = lax.bitcast_convert_type(magnitude, jnp.uint32)
-    binade = lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
-    # Below the smallest normal value, all values are equally spaced.
-    return lax.max(binade, np.float32(format.smallest_normal)) * np.float32(2.0**-format.mantissa_bits)
+LARGEST_MULTIPLIER = 2.0**126
+"""Its reciprocal is float32's smallest normal number; a smaller scale is flushed to zero on a CPU."""

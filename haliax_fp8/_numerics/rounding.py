@@ -12,7 +12,8 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float32, Key, UInt32
 
 from .._jax.xla import keep_cast
-from .formats import Format, saturating_cast, spacing_of
+from .casts import saturating_cast, spacing_of
+from .formats import Format
 
 
 class Rounding(enum.Enum):

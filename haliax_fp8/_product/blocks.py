@@ -19,7 +19,8 @@ from .._jax.meshes import as_varying, aval_of_result
 from .._jax.primitives import compile_alone, lower_by_platform, to_front
 from .._jax.scaled_matmul import scaled_matmul
 from .._jax.xla import keep_cast, on_cpu, transposed_in_bytes
-from .._numerics.formats import E4M3, saturating_cast
+from .._numerics.casts import saturating_cast
+from .._numerics.formats import E4M3
 from .._numerics.quantized_array import MX_BLOCK, NV_BLOCK, QuantizedArray, expand, in_mx_blocks, in_nv_blocks
 from ..devices.device import Device
 from ..devices.units import FP4_UNITS, FP8_UNITS, MX_UNITS

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._files.checksums import checksum, index_metadata, read_index, to_json
-from .._files.header import NAMES, Stored, read_header
-from .._files.strict_json import BrokenCheckpoint
+from ..folders.checksums import checksum, index_metadata, read_index, to_json
+from ..folders.header import NAMES, Stored, read_header
+from ..folders.strict_json import BrokenCheckpoint
 from ..layers.checks import check_not_modified, require_tree
 from .checkpoint import HostArrays
 from .names import Leaf, described, is_saved, leaves_of, require_one_each

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._files.fits import require_fits
-from .._files.header import UNKNOWN
+from .._numerics.fits import require_fits
+from ..folders.header import UNKNOWN
 from ..layers.checks import require_tree
 from ..layers.quantized_kernels import require_no_quantized_kernels
 from .checkpoint import AbstractCheckpoint, HostArrays

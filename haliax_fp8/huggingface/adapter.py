@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 
+from ..folders.folder import SINGLE, TensorSpec, new_folder, require_folder_name, write_tensors
+from ..folders.tensors import Tensor
 from ..layers.config import default_rules
 from ..models.adapters import AdaptedModel, LoraLinear, require_adapters
 from ..models.transformer import Transformer
 from .architecture import names_of
-from .folder import SINGLE, TensorSpec, new_folder, require_folder_name, write_tensors
 from .frozen import is_frozen
 from .model import tensors_of
-from .tensors import Tensor
 
 
 def export_adapter(

@@ -7,9 +7,9 @@ from typing import Any
 
 import haliax.nn as hnn
 
+from ..folders.folder import TensorFolder
 from ..models.adapters import require_merged
 from ..models.transformer import LinearRope, Llama3Rope, MixtureOfExperts, Transformer, TransformerConfig
-from .folder import TensorFolder
 from .names import LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, NameMap
 
 

@@ -19,31 +19,31 @@ from .._numerics.formats import E4M3, Format
 from .._op import Fp8DotGeneral
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher, progress_of
-from ..layers.checks import check_not_modified, require_layers, unrecorded_operands
-from ..layers.config import Fp8Config, as_config
-from ..layers.tensor_names import is_embedding, is_head
-from ..layers.walk import Targets, as_patterns
-from ..recipes.recipe import SCALE_BITS, OperandName
-from ..recipes.scaling import AbstractScaling
-from .architecture import config_of, names_of
-from .check import check_folder
-from .folder import CONFIG, TensorFolder, new_folder, require_folder_name, write_tensors
-from .layout import PLAIN, Layout, as_layout, require_quantizable
-from .model import tensors_of, without_sharing
-from .names import NameMap
-from .scaled_matrix import (
+from .._tensor_names import is_embedding, is_head
+from ..folders.check import check_folder
+from ..folders.folder import CONFIG, TensorFolder, new_folder, require_folder_name, write_tensors
+from ..folders.layout import PLAIN, Layout, as_layout, require_quantizable
+from ..folders.scaled_matrix import (
     BF16,
     BF16_BITS,
     ScaledMatrix,
     are_exponents,
     in_two_levels,
     largest,
-    quantized,
     quantized_in_two_levels,
     rounded_up,
     spread,
 )
-from .tensors import Tensor, fused_with, tensors_in
+from ..folders.tensors import Tensor, fused_with, tensors_in
+from ..layers.checks import check_not_modified, require_layers, unrecorded_operands
+from ..layers.config import Fp8Config, as_config
+from ..layers.walk import Targets, as_patterns
+from ..recipes.recipe import SCALE_BITS, OperandName
+from ..recipes.scaling import AbstractScaling
+from .architecture import config_of, names_of
+from .model import tensors_of, without_sharing
+from .names import NameMap
+from .training_scales import quantized_as_in_training
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -94,7 +94,7 @@ def export_model(
     bf16_scales: bool = True,
     training_scales: bool = True,
     targets: Targets | None = None,
-    exclude: Targets | None = None,
+    exclude: Targets = (),
     shard_bytes: int = 5 * 10**9,
     config: Fp8Config | None = None,
     progress: Watcher | None = None,
@@ -144,7 +144,7 @@ def export_model(
             can hold them. False computes new ones, as fine as the layout's blocks.
         targets: The layers to quantize instead: patterns as in `fp8_linear_layers`, of the names in the state dict
             with `*` for the number of a block.
-        exclude: Layers to leave in high precision; by default those called `head` or `lm_head`.
+        exclude: Layers to leave in high precision, besides heads, which only `targets` can name.
         shard_bytes: The most bytes of a file; larger models have several, and an index.
         config: Only its `rules` matter; needed for layers of your own classes.
         progress: Called as `progress(name, done, total)` with each tensor, in bytes; `done` starts anew for each of the
@@ -188,6 +188,8 @@ def export_model(
         return tensor.encoded(values)
 
     ignore = (*_in_high_precision(tensors), *tied)
+    if config_of(model, hf_config).get("tie_word_embeddings") and not any(name.endswith("lm_head") for name in ignore):
+        ignore = (*ignore, "lm_head")  # Transformers builds a linear layer for it, and takes its scale for missing.
     described, files = ({}, {}) if chosen is None else chosen.config_files(ignore)
     with new_folder(directory) as folder:
         groups = [(tensor.specs, lambda tensor=tensor: made(tensor)) for tensor in tensors]
@@ -215,7 +217,7 @@ def serving_tensors(
     bf16_scales: bool = True,
     training_scales: bool = True,
     targets: Targets | None = None,
-    exclude: Targets | None = None,
+    exclude: Targets = (),
     config: Fp8Config | None = None,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and arrays one at a time, for an engine that takes weights while it runs.
@@ -251,9 +253,6 @@ def serving_tensors(
 
 # --- What is written --------------------------------------------------------------------------------------------------
 
-# Layers that engines leave in high precision, by their names in models.
-_HEADS = ("head", "lm_head")
-
 
 @dataclasses.dataclass(frozen=True)
 class _How:
@@ -264,7 +263,7 @@ class _How:
     bf16_scales: bool
     training_scales: bool
     targets: Targets | None
-    exclude: Targets | None
+    exclude: Targets
     config: Fp8Config | None
 
     def __post_init__(self) -> None:
@@ -283,7 +282,7 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
     patterns: dict[str, Any] = {
         "dtype": None if how.dtype is None else np.dtype(how.dtype),
         "targets": None if how.targets is None else as_patterns("targets", how.targets),
-        "exclude": _HEADS if how.exclude is None else as_patterns("exclude", how.exclude),
+        "exclude": as_patterns("exclude", how.exclude),
     }
     own = list(tensors_of(model, rules, **patterns))
     whole = without_sharing(model)
@@ -432,7 +431,7 @@ def _quantized(
         made = (
             quantized_in_two_levels(values, block, amax())
             if layout.has_units
-            else quantized(
+            else quantized_as_in_training(
                 values,
                 block,
                 scaling=_scaling(tensor.op, "kernel", layout.format) if is_trained else None,

@@ -10,18 +10,18 @@ import jax
 import numpy as np
 
 from .._numerics.formats import FORMATS
+from ..folders.four_bits import E2M1, packed
+from ..folders.layout import Inputs
+from ..folders.scaled_matrix import ScaledMatrix, Unit, are_exponents
 from ..layers.kernel import axes_of
 from ..layers.quantized_kernels import named_behind
 from ..recipes.scaling import AbstractScaling, BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling, StaticScaling
 from ..serving.kernel import ServedKernel
 from ..serving.layers import ServedEquinoxLinear, ServedLinear, ServedMoELinear
 from ..serving.layout import ServedLayout
-from .four_bits import E2M1, packed
 from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear
 from .frozen_kernel import FrozenKernel
-from .layout import Inputs
 from .model import Leaf, plain, uncopied
-from .scaled_matrix import ScaledMatrix, Unit, are_exponents
 
 
 type Found = Sequence[tuple[tuple[int, ...], ScaledMatrix]]

@@ -15,27 +15,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._files.fits import require_fits
 from .._numerics.checks import nearest
+from .._numerics.fits import require_fits
 from .._printing.progress import Watcher, progress_of
 from .._product.arguments import floating_dtype
+from .._tensor_names import JOINED
+from ..folders.checked import Checked, Fault
+from ..folders.folder import TensorFolder, require_folder_name
+from ..folders.layout import CACHE_SCALES, SCALES, Inputs
+from ..folders.scaled_matrix import ScaledMatrix
+from ..folders.tensors import Tensor, Values, tensors_in, with_each_expert
 from ..layers.checks import require_layers
 from ..layers.config import Fp8Config, as_config
 from ..layers.equinox import rebuilt
 from ..layers.kernel import Kernel
 from ..layers.rule import LayerRule
-from ..layers.tensor_names import JOINED
 from ..models.transformer import Transformer
 from ..serving.unstack import unstacked
 from .architecture import names_of, transformer_of
-from .checked import Checked, Fault
-from .folder import TensorFolder, require_folder_name
 from .fp8_layers import frozen_layer, served_layer
-from .layout import CACHE_SCALES, SCALES, Inputs
 from .model import Leaf, Site, leaves, map_sites, plain, sites, tensors_of, without_sharing
 from .names import NameMap
-from .scaled_matrix import ScaledMatrix
-from .tensors import Tensor, Values, tensors_in, with_each_expert
 
 
 class Weights(enum.Enum):

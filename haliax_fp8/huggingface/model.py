@@ -22,18 +22,19 @@ from jax.tree_util import KeyPath
 
 from .._op import Fp8DotGeneral
 from .._state.op_state import OverwriteWithGradient
+from .._tensor_names import is_head
+from ..folders.four_bits import E2M1, E4M3, unpacked
+from ..folders.layout import as_float32
+from ..folders.scaled_matrix import ScaledMatrix, Unit
+from ..folders.tensors import Tensor
 from ..layers.convert import routers
 from ..layers.kernel import Kernel, axes_of, count
 from ..layers.rule import LayerRule, OnlyIfNamed, Refused
 from ..layers.served import AbstractServedLayer
 from ..layers.state_dict_names import Place, Places
 from ..layers.walk import Pattern, matches, rule_of
-from .four_bits import E2M1, E4M3, unpacked
 from .frozen import is_frozen
 from .frozen_kernel import FrozenKernel
-from .layout import as_float32
-from .scaled_matrix import ScaledMatrix, Unit
-from .tensors import Tensor
 
 
 # --- The walk ---------------------------------------------------------------------------------------------------------
@@ -454,7 +455,7 @@ def tensors_of(
         rules: The rules of the layer classes.
         dtype: The dtype that the model computes in; None for each array's own. An op's, if it has one, decides.
         targets: The layers to quantize, by their names in the state dict with `*` for the numbers of blocks; None for
-            those that have an op, or for all but routers and embeddings if none has.
+            those that have an op, or for all but routers and embeddings if none has; never heads.
         exclude: The layers to leave in high precision.
     """
     found = list(sites(model, rules))
@@ -469,8 +470,11 @@ def tensors_of(
             return False
         if targets is not None:
             return any(matches(pattern, path, layer) for pattern in targets)
+        if site.is_in_fp8 or is_head(path):
+            # Engines read no scales of heads: one in FP8 is that of a folder, or named.
+            return site.is_in_fp8
         if any_fp8:
-            return site.op is not None or site.is_in_fp8
+            return site.op is not None
         return path not in are_routers and not isinstance(site.rule.refusal(layer), OnlyIfNamed)
 
     for site in found:

@@ -9,10 +9,10 @@ import jax
 
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
+from .._tensor_names import SAME_INPUT
 from ..layers.checks import require_layers, require_model
 from ..layers.config import default_rules
 from ..layers.rule import LayerRule
-from ..layers.tensor_names import SAME_INPUT
 from ..layers.walk import find_layers, map_layers, rule_of
 
 

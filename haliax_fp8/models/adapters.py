@@ -19,16 +19,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike, Key
 
-from .._numerics.checks import require_single_key
+from .._numerics.keys import require_single_key
 from .._product.arguments import floating_dtype
 from .._state.op_state import is_state
+from .._tensor_names import is_head
 from ..layers.checks import require_layers
 from ..layers.config import default_rules
 from ..layers.convert import routers
 from ..layers.frozen_array import frozen, is_frozen_array, thawed
 from ..layers.kernel import Kernel, axes_of, count
 from ..layers.served import require_weights
-from ..layers.tensor_names import is_head
 from ..layers.walk import Targets, as_patterns, find_layers, map_layers, matches, rule_of, unmatched_error
 
 

@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .._jax.xla import keep_cast
-from .._numerics.formats import saturating_cast
+from .._numerics.casts import saturating_cast
 from .arguments import Scale, Values, floating, format_of, scale_for, wide, wide_dtype
 
 

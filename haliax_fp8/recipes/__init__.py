@@ -3,6 +3,7 @@
 `scaling/` has one file per scaling.
 """
 
+from .._numerics.casts import saturating_cast as saturating_cast
 from .._numerics.formats import (
     E2M1 as E2M1,
     E4M3 as E4M3,
@@ -10,7 +11,6 @@ from .._numerics.formats import (
     E5M2 as E5M2,
     E5M2FNUZ as E5M2FNUZ,
     Format as Format,
-    saturating_cast as saturating_cast,
 )
 from .._numerics.quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
 from .._numerics.rounding import Rounding as Rounding

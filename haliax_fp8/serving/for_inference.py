@@ -8,12 +8,12 @@ import jax
 from jaxtyping import DTypeLike
 
 from .._printing.progress import Watcher, progress_of
+from .._tensor_names import is_head
 from ..layers.checks import check_not_modified, require_layers, require_model
 from ..layers.config import Fp8Config, as_config
 from ..layers.convert import routers
 from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
-from ..layers.tensor_names import is_head
 from ..layers.walk import (
     Targets,
     as_patterns,

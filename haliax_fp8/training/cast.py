@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Key
 
-from .._numerics.checks import require_single_key
+from .._numerics.keys import require_single_key
 from .._op import Fp8DotGeneral
 from .._product.arguments import floating_dtype
 from .._state.op_state import is_state

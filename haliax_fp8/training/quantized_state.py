@@ -17,8 +17,9 @@ from jaxtyping import Array, Bool, Float32, Shaped, UInt8, UInt32
 from rich.console import RenderableType
 
 from .._jax.xla import once_computed
+from .._numerics.casts import spacing_of
 from .._numerics.checks import require_integer
-from .._numerics.formats import E4M3, spacing_of
+from .._numerics.formats import E4M3
 from .._numerics.rounding import hashed, random_bits
 from .._printing.printable import Printable, new_table
 from ..layers.walk import path_string

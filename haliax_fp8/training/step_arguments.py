@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax.errors import is_about_deleted_array
-from .._numerics.checks import require_bool, require_single_key
+from .._numerics.checks import require_bool
+from .._numerics.keys import require_single_key
 from .._numerics.rounding import Rounding
 from .._op import Fp8DotGeneral
 from .._state.op_state import is_state

@@ -15,7 +15,7 @@ import optax
 from haliax.quantization import CustomGradientAccumulation
 from jaxtyping import Array, Key, PyTree, UInt32
 
-from .._numerics.checks import require_single_key
+from .._numerics.keys import require_single_key
 from .._numerics.rounding import stochastic_bfloat16
 from .._state.op_state import OpState, OverwriteWithGradient
 from .._state.update import overwrite_states, replace_states

@@ -25,13 +25,13 @@ from helpers import unchecked
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from haliax_fp8 import DelayedScaling, Fp8DotGeneral, Recipe, TrainStep, calibrate, fp8_linear_layers
-from haliax_fp8._files.header import read_header
 from haliax_fp8._state.op_state import OpState
 from haliax_fp8._state.table import guarded
 from haliax_fp8.checkpoints import load_into, save
 from haliax_fp8.checkpoints.file import open_file
 from haliax_fp8.checkpoints.names import is_saved, leaves_of
 from haliax_fp8.experimental.attention import Fp8Attention
+from haliax_fp8.folders.header import read_header
 from haliax_fp8.huggingface import export_model, import_model
 from haliax_fp8.recipes import (
     E4M3,

@@ -16,9 +16,9 @@ from helpers import float64, unchecked
 from safetensors.numpy import load_file
 
 import haliax_fp8 as fp8
+from haliax_fp8.folders.folder import TensorFolder
+from haliax_fp8.folders.layout import named
 from haliax_fp8.huggingface import check_folder, export_adapter, export_model, import_model, load
-from haliax_fp8.huggingface.folder import TensorFolder
-from haliax_fp8.huggingface.layout import named
 from haliax_fp8.layers.frozen_array import FrozenArray
 from haliax_fp8.models import (
     LoraLinear,

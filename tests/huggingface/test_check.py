@@ -22,13 +22,13 @@ from folders import (
     write,
 )
 
-from haliax_fp8._files.strict_json import BrokenCheckpoint
-from haliax_fp8.huggingface.check import check_folder
-from haliax_fp8.huggingface.configuration import NotSupported, layout_of
-from haliax_fp8.huggingface.convert import convert_folder
-from haliax_fp8.huggingface.explain import explain_folder
-from haliax_fp8.huggingface.folder import TensorFolder
-from haliax_fp8.huggingface.tensors import tensors_in
+from haliax_fp8.folders.check import check_folder
+from haliax_fp8.folders.configuration import NotSupported, layout_of
+from haliax_fp8.folders.convert import convert_folder
+from haliax_fp8.folders.explain import explain_folder
+from haliax_fp8.folders.folder import TensorFolder
+from haliax_fp8.folders.strict_json import BrokenCheckpoint
+from haliax_fp8.folders.tensors import tensors_in
 
 
 LAYER = "model.layers.1.self_attn.k_proj"

@@ -23,6 +23,8 @@ from haliax.state_dict import to_torch_compatible_state_dict
 from helpers import rounded_up
 
 from haliax_fp8 import Fp8Config, Recipe, calibrate, fp8_linear_layers
+from haliax_fp8.folders.configuration import layout_of
+from haliax_fp8.folders.layout import Inputs, Layout, named as layouts
 from haliax_fp8.huggingface import (
     check_folder,
     export_model,
@@ -32,9 +34,7 @@ from haliax_fp8.huggingface import (
     serving_tensors,
     thaw,
 )
-from haliax_fp8.huggingface.configuration import layout_of
-from haliax_fp8.huggingface.layout import Inputs, Layout, named as layouts
-from haliax_fp8.huggingface.scaled_matrix import quantized
+from haliax_fp8.huggingface.training_scales import quantized_as_in_training as quantized
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
 from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig
 from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2FNUZ
@@ -258,6 +258,20 @@ def test_names_are_those_of_state_dicts(plain):
     assert bytes_of(serving_tensors(plain, "BF16", names={}, dtype=None)) == bytes_of(expected)
 
 
+@pytest.mark.parametrize("name", ["lm_head", "classifier", "score", "embed_out"])
+@pytest.mark.parametrize("exclude", [(), "up"])
+def test_heads_stay_in_high_precision_whatever_is_excluded(name, exclude, getkey):
+    """As in models for inference, and by the same names; a pattern names one all the same."""
+    model = {"up": eqx.nn.Linear(32, 32, key=getkey()), "down": eqx.nn.Linear(32, 32, key=getkey())}
+    model[name] = eqx.nn.Linear(32, 32, key=getkey())
+    for trained in (model, fp8_linear_layers(model, recipe="current")):
+        made = dict(serving_tensors(trained, exclude=exclude))
+        assert made[f"{name}.weight"].dtype == BF16 and made["down.weight"].dtype == FP8
+        assert dict(serving_tensors(trained, targets=name))[f"{name}.weight"].dtype == FP8
+    served = quantize_for_inference(model, "FP8_DYNAMIC", exclude=exclude)
+    assert isinstance(served[name], eqx.nn.Linear) and type(served[name]) is type(model[name])
+
+
 def test_a_head_that_is_the_embedding_is_written_once(plain, tmp_path):
     """`eqx.nn.Shared`: the matrix once, and the configuration says so; into a model that shares it and one that does
     not. A head that trains in FP8, and two layers that share, are written each."""
@@ -276,7 +290,7 @@ def test_a_head_that_is_the_embedding_is_written_once(plain, tmp_path):
                 back = back() if into is shared else back
                 np.testing.assert_array_equal(back.head.weight.array, back.embedding.weight.array)
     in_fp8 = fp8_linear_layers(eqx.nn.Shared(plain, where, get), recipe="current", targets=["head", "*.mlp.*"])
-    in_fp8 = dict(serving_tensors(in_fp8, names=names.LLAMA, exclude=[]))
+    in_fp8 = dict(serving_tensors(in_fp8, names=names.LLAMA, targets=["head", "*.mlp.*"]))
     assert in_fp8["lm_head.weight"].dtype == FP8 and in_fp8["model.embed_tokens.weight"].dtype == BF16
     keys = jax.random.split(jax.random.key(0))
     layers = [eqx.nn.Linear(8, 8, use_bias=False, key=key) for key in keys]

@@ -14,9 +14,9 @@ import pytest
 from folders import BF16, E4M3, checkpoint, config, file_of, header_of, write
 from safetensors import safe_open
 
-from haliax_fp8._files.header import read_header
-from haliax_fp8._files.strict_json import BrokenCheckpoint
-from haliax_fp8.huggingface.folder import TensorFolder, TensorSpec, new_folder, write_tensors
+from haliax_fp8.folders.folder import TensorFolder, TensorSpec, new_folder, write_tensors
+from haliax_fp8.folders.header import read_header
+from haliax_fp8.folders.strict_json import BrokenCheckpoint
 
 
 def small():
@@ -307,7 +307,7 @@ def test_broken_configurations_are_refused(tmp_path):
 WRITE = """
 import os, resource, sys
 import numpy as np
-from haliax_fp8.huggingface.folder import TensorSpec, new_folder, write_tensors
+from haliax_fp8.folders.folder import TensorSpec, new_folder, write_tensors
 
 def groups():
     array = np.zeros((64, 1024), np.float32)

@@ -13,6 +13,8 @@ import pytest
 from folders import E2M1_VALUES, FOUR_BITS, HIDDEN, INNER, VOCABULARY, four_bits, plain, write
 
 from haliax_fp8 import Fp8Config, fp8_linear_layers
+from haliax_fp8.folders.folder import TensorFolder
+from haliax_fp8.folders.four_bits import packed, unpacked
 from haliax_fp8.huggingface import (
     check_folder,
     convert_folder,
@@ -22,8 +24,6 @@ from haliax_fp8.huggingface import (
     serving_tensors,
     thaw,
 )
-from haliax_fp8.huggingface.folder import TensorFolder
-from haliax_fp8.huggingface.four_bits import packed, unpacked
 from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.recipes import E2M1, MXFP8Scaling, OperandUse, by_name
 

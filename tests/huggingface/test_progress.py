@@ -57,7 +57,7 @@ def test_each_pass_names_every_tensor_and_ends_with_all_bytes(tmp_path):
 
 
 def _arrays(directory):
-    from haliax_fp8.huggingface.folder import TensorFolder
+    from haliax_fp8.folders.folder import TensorFolder
 
     folder = TensorFolder.open(directory)
     return [folder[name] for name in folder.tensors]

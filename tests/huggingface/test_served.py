@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from haliax_fp8 import calibrate, fp8_linear_layers
 from haliax_fp8.experimental.attention import Fp8Attention
+from haliax_fp8.folders.layout import PLAIN, named
 from haliax_fp8.huggingface import export_model, import_model, names, serving_tensors
-from haliax_fp8.huggingface.layout import PLAIN, named
 from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.recipes import RowwiseScaling, StaticScaling
 from haliax_fp8.serving import ServedKernel, ServedLayout, dequantize, layouts, quantize_for_inference

@@ -17,8 +17,8 @@ from jax import lax
 
 from examples.byte_tokenizer import write_byte_tokenizer
 from haliax_fp8 import calibrate, cast_params, fp8_linear_layers, restore_linear_layers
+from haliax_fp8.folders.layout import named
 from haliax_fp8.huggingface import export_model, hugging_face_config, import_model, names, serving_tensors
-from haliax_fp8.huggingface.layout import named
 from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig
 from haliax_fp8.recipes import E4M3, quantize
 

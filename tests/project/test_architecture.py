@@ -17,7 +17,9 @@ ROOT = Path(haliax_fp8.__file__).parent
 FLOORS = (
     # The ground: JAX extended; numbers, printed tables.
     ("_jax",),
-    ("_numerics", "_printing", "_files"),
+    ("_numerics", "_printing", "_tensor_names"),
+    # Folders of quantized weights, with NumPy alone.
+    ("folders",),
     ("devices",),
     # What becomes of a number: formats, scalings, recipes.
     ("recipes",),

@@ -71,7 +71,8 @@ def namespace_of(module):
     usual = {"eqx": eqx, "hax": hax, "hnn": hnn, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
     subjects = ("devices", "recipes", "layers", "training", "statistics", "memory", "serving", "plots")
     modules = [importlib.import_module(f"haliax_fp8.{name}") for name in subjects]
-    public = {k: v for part in (*modules, haliax_fp8) for k, v in vars(part).items() if not k.startswith("_")}
+    public = {k: v for part in modules for k, v in vars(part).items() if not k.startswith("_")}
+    public |= {name: getattr(haliax_fp8, name) for name in haliax_fp8.__all__}
     return {**usual, **public, **vars(importlib.import_module(module)), **small_model()}
 
 

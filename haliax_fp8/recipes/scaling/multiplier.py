@@ -5,9 +5,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, UInt32
 
-
-# Its reciprocal is float32's smallest normal number; a smaller scale is flushed to zero on a CPU.
-LARGEST_MULTIPLIER = 2.0**126
+from ..._numerics.formats import LARGEST_MULTIPLIER as LARGEST_MULTIPLIER
 
 
 def multiplier_of(

@@ -9,8 +9,9 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from ..._jax.xla import force_cast
+from ..._numerics.casts import saturating_cast, spacing_of
 from ..._numerics.checks import require_bool
-from ..._numerics.formats import E2M1, E4M3, Format, saturating_cast, spacing_of
+from ..._numerics.formats import E2M1, E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray, expand
 from ...devices.device import FP4_UNITS, MatrixUnits
 from .base import AbstractScaling, CastCost, OperandUse

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from .._files.header import Stored
-from .._files.strict_json import BrokenCheckpoint
 from .._printing.progress import Watcher, progress_of
-from ..layers.tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_linear, is_norm, is_router
+from .._tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_linear, is_norm, is_router
 from .codes import Codes, count_codes, looked_through
 from .configuration import presented, read_layout
 from .folder import CONFIG, TensorFolder
 from .four_bits import E2M1, TwoLevels
+from .header import Stored
 from .layout import (
     CACHE_SCALES,
     E4M3,
@@ -31,6 +30,7 @@ from .layout import (
     matcher,
 )
 from .sizes import multiplies_by_norms, size_faults
+from .strict_json import BrokenCheckpoint
 
 
 # A weight whose data, times their scales, are as large as this has lost its scales, or was quantized twice.

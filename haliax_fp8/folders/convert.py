@@ -12,13 +12,13 @@ import shutil
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from jaxtyping import DTypeLike
+from numpy.typing import DTypeLike
 from rich.console import RenderableType
 from rich.text import Text
 
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher
-from ..layers.tensor_names import is_head, is_linear, is_router
+from .._tensor_names import is_head, is_linear, is_router
 from .check import check_folder
 from .configuration import presented, read_layout
 from .folder import CONFIG, INDEX, TensorFolder, new_folder, write_tensors
@@ -274,7 +274,7 @@ def _converted(values: Values, new: Tensor, rounding: ScaleRounding, amax: Calla
                     block,
                     bf16_scales=rounding is not ScaleRounding.FLOAT32,
                     powers_of_two=rounding is ScaleRounding.POWER_OF_TWO,
-                    exponents=layout.exponents,
+                    exponents=layout.exponent_rounding,
                     format=layout.format,
                 )
             )
@@ -320,6 +320,8 @@ def _noted(name: str, errors: list[tuple[float, float]]) -> Converted:
 
 def _write_config(new: pathlib.Path, folder: TensorFolder, layout: Layout | None, high: list[str]) -> None:
     config = {name: value for name, value in folder.config.items() if name not in (KEY, "compression_config")}
+    if config.get("tie_word_embeddings") and not any(name.endswith("lm_head") for name in high):
+        high = [*high, "lm_head"]
     described, files = ({}, {}) if layout is None else layout.config_files(high)
     for name, content in {**files, CONFIG: {**config, **described}}.items():
         (new / name).write_text(json.dumps(content, indent=2), encoding="utf-8")

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .._op import Fp8DotGeneral
-from ..layers.tensor_names import SAME_INPUT
+from .._tensor_names import SAME_INPUT
 from .checked import is_quantized
 from .configuration import presented, read_layout
 from .folder import TensorFolder, TensorSpec
@@ -42,7 +41,7 @@ class Tensor:
     dtype: np.dtype
     read: Callable[..., Values]
     layout: Layout | None = None
-    op: Fp8DotGeneral | None = None
+    op: Any = None
     layer: Any = None
     index: tuple[int, ...] = ()
     is_chosen: bool = False

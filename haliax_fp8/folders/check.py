@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from .._files.strict_json import BrokenCheckpoint
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher
 from .checked import WRITE_AGAIN, Checked, Fault, is_quantized, layout_name
@@ -17,6 +16,7 @@ from .configuration import NotSupported
 from .folder import TensorFolder
 from .four_bits import E2M1
 from .sizes import size_faults
+from .strict_json import BrokenCheckpoint
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

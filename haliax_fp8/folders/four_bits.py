@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from .._files.header import Stored
+from .header import Stored
 from .scaled_matrix import Unit
 
 

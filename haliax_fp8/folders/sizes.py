@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ..layers.tensor_names import WEIGHT
+from .._tensor_names import WEIGHT
 from .folder import CONFIG, TensorFolder
 from .layout import FLOATS
 

@@ -9,12 +9,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .._files.strict_json import BrokenCheckpoint
 from .._numerics import formats
 from .._numerics.checks import nearest
 from .folder import CONFIG
 from .four_bits import packed
 from .scaled_matrix import ScaledMatrix, Unit
+from .strict_json import BrokenCheckpoint
 
 
 E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -135,6 +135,11 @@ class Layout:
     def has_units(self) -> bool:
         """Whether a weight has a scale of its own beside those of its blocks, as in NVFP4."""
         return self.format is formats.E2M1 and not self.exponents
+
+    @property
+    def exponent_rounding(self) -> str:
+        """How powers of two are rounded in E8M0, as in compressed-tensors; empty for other scales."""
+        return "" if not self.exponents else "nearest" if self.format == formats.E2M1 else "up"
 
     @property
     def scale_names(self) -> tuple[str, ...]:

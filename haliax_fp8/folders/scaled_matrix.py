@@ -12,11 +12,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Float32
 
-from .._numerics.formats import E2M1, E4M3, Format
-from ..recipes.scaling import BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling
-from ..recipes.scaling.base import AbstractScaling
-from ..recipes.scaling.multiplier import LARGEST_MULTIPLIER
-from ..recipes.scaling.mxfp8 import ScaleRounding
+from .._numerics.formats import E2M1, E4M3, LARGEST_MULTIPLIER, Format
 
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -148,80 +144,38 @@ def quantized(
     matrix: Rows,
     block: tuple[int, int],
     *,
-    scaling: AbstractScaling | None = None,
-    stored: float | None = None,
-    scale_bits: int = 24,
     bf16_scales: bool = True,
     powers_of_two: bool = False,
-    exponents: bool = False,
+    exponents: str = "",
     format: Format = E4M3,
 ) -> ScaledMatrix:
-    """Quantizes a kernel, with the scales that training has where they fit the blocks.
-
-    The rules are those of the scalings, bit for bit: delayed and static scaling divide by the stored scale, rounded up
-    to `scale_bits`; current ones multiply by `limit / amax`. Without a scaling of training, `scale = amax / limit`, and
-    values are divided by it. With `bf16_scales`, scales that bfloat16 does not hold are rounded up, and values divided
-    by those.
+    """Quantizes a kernel with new scales, `amax / limit`, by which values are divided.
 
     Args:
         matrix: The kernel, in the dtype in which it is multiplied.
         block: The rows and columns of a block.
-        scaling: The kernel's scaling in training; None for fresh scales.
-        stored: The scale that the state of training holds.
-        scale_bits: How many significant bits the scale of a whole kernel has where the step multiplies by it.
-        bf16_scales: See above.
-        powers_of_two: Whether new scales are rounded up to powers of two.
-        exponents: Whether scales are those of MXFP8, powers of two that E8M0 holds.
+        bf16_scales: Whether scales that bfloat16 does not hold are rounded up, and values divided by those.
+        powers_of_two: Whether they are rounded up to powers of two.
+        exponents: How the powers of two of MXFP8 are rounded, which E8M0 holds; empty for other scales.
         format: The format.
 
     Raises:
-        ValueError: If the kernel holds an infinity or NaN, or the stored scale is not positive and finite.
+        ValueError: If the kernel holds an infinity or NaN.
     """
+    require_finite(matrix)
+    amax = amax_of(matrix, block)
+    if exponents:
+        return microscaled(matrix, amax, block, format, exponents)
+    scale = np.maximum(amax / np.float32(format.max), np.float32(1.0 / LARGEST_MULTIPLIER))
+    scale = np.where(amax > 0, scale, np.float32(1.0))
+    scale = rounded_up(scale, 1) if powers_of_two else scale
+    return divided(matrix, scale, block, format, "computed for the export", bf16_scales=bf16_scales)
+
+
+def require_finite(matrix: Rows) -> None:
+    """Raises a ValueError if a kernel holds an infinity or NaN."""
     if not all(np.isfinite(matrix[rows].astype(np.float32)).all() for rows in parts_of(matrix.shape)):
         raise ValueError("it holds an infinity or NaN, which FP8 would spread over a block; export an earlier step")
-    limit = np.float32(format.max)
-    if stored is not None and (not exponents or are_exponents(np.asarray(stored, np.float32))):
-        if not (np.isfinite(stored) and stored > 0):
-            raise ValueError(f"its scale in the state is {stored}; calibrate the model, or train a step")
-        blocks = tuple(-(-size // b) for size, b in zip(matrix.shape, block, strict=True))
-        scale = rounded_up(np.full(blocks, stored, np.float32), scale_bits)
-        return _divided(matrix, scale, block, format, "state of training", bf16_scales=bf16_scales)
-    height, width = matrix.shape
-    if isinstance(scaling, CurrentScaling) and not exponents and block != (height, width):
-        # One scale for all: the same in each block, so that the values are those of training.
-        options: Any = {"scaling": scaling, "scale_bits": scale_bits, "bf16_scales": bf16_scales, "format": format}
-        whole = quantized(matrix, (height, width), **options)
-        blocks = tuple(-(-size // b) for size, b in zip(matrix.shape, block, strict=True))
-        scale = np.ascontiguousarray(np.broadcast_to(whole.scale, blocks))
-        return dataclasses.replace(whole, scale=scale, block=block)
-    amax = _amax(matrix, block)
-    if exponents:
-        # Without a rule of training that of compressed-tensors, which has the smallest errors in E2M1.
-        rule = "nearest" if format == E2M1 else "up"
-        rule = scaling.scale_rounding if isinstance(scaling, MXFP8Scaling) else rule
-        return _microscaled(matrix, amax, block, format, rule)
-    power_of_two = (
-        scaling is not None and _fits(scaling, matrix.shape, block) and getattr(scaling, "power_of_two", False)
-    )
-    if scaling is None or not _fits(scaling, matrix.shape, block):
-        scale = np.maximum(amax / limit, np.float32(1.0 / LARGEST_MULTIPLIER))
-        scale = np.where(amax > 0, scale, np.float32(1.0))
-        scale = rounded_up(scale, 1) if powers_of_two else scale
-        return _divided(matrix, scale, block, format, "computed for the export", bf16_scales=bf16_scales)
-    with np.errstate(divide="ignore", over="ignore"):
-        multiplier = np.minimum(limit / amax, np.float32(LARGEST_MULTIPLIER))
-    multiplier = np.where(amax > 0, multiplier, np.float32(1.0))
-    if power_of_two:
-        multiplier = (multiplier.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
-    scale = np.float32(1.0) / multiplier
-    if isinstance(scaling, CurrentScaling) and scale_bits < 24 and not power_of_two:
-        return _divided(
-            matrix, rounded_up(scale, scale_bits), block, format, "recipe of training", bf16_scales=bf16_scales
-        )
-    if bf16_scales and not (rounded_up(scale) == scale).all():
-        return _divided(matrix, scale, block, format, "recipe of training", bf16_scales=True)
-    data = _cast(matrix, np.multiply, multiplier, block, format)
-    return ScaledMatrix(data, scale, block, "recipe of training")
 
 
 def spread(matrix: ScaledMatrix, block: tuple[int, int]) -> ScaledMatrix | None:
@@ -242,36 +196,15 @@ def spread(matrix: ScaledMatrix, block: tuple[int, int]) -> ScaledMatrix | None:
     return dataclasses.replace(matrix, scale=scale, block=block)
 
 
-def _fits(scaling: AbstractScaling, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-    """Whether a stateless scaling other than MXFP8 has a scale for each of these blocks, of a matrix.
-
-    Args:
-        scaling: That of a kernel.
-        shape: The kernel's, `[out, in]`.
-        block: The rows and columns of a block.
-    """
-    match scaling:
-        case CurrentScaling():
-            return block == shape
-        case RowwiseScaling():
-            return block == (1, shape[1])
-        case BlockScaling():
-            return block == (scaling.size if scaling.square else 1, scaling.size)
-        case _:
-            return False
-
-
-def _divided(
+def divided(
     matrix: Rows, scale: np.ndarray, block: tuple[int, int], format: Format, origin: str, *, bf16_scales: bool
 ) -> ScaledMatrix:
     if bf16_scales:
         scale = rounded_up(np.ascontiguousarray(scale, np.float32))
-    return ScaledMatrix(_cast(matrix, np.divide, scale, block, format), scale, block, origin)
+    return ScaledMatrix(cast(matrix, np.divide, scale, block, format), scale, block, origin)
 
 
-def _microscaled(
-    matrix: Rows, amax: np.ndarray, block: tuple[int, int], format: Format, rule: ScaleRounding
-) -> ScaledMatrix:
+def microscaled(matrix: Rows, amax: np.ndarray, block: tuple[int, int], format: Format, rule: str) -> ScaledMatrix:
     """Scales that are powers of two, as `MXFP8Scaling` rounds them by a rule."""
     if rule == "up":
         words = (amax * np.float32(1.0 / format.max)).view(np.uint32)
@@ -280,7 +213,7 @@ def _microscaled(
         half = np.uint32(1 << 21 if rule == "nearest" else 0)
         exponent = ((amax.view(np.uint32) + half) >> 23).astype(np.int64) - math.floor(math.log2(format.max))
     normal = np.clip(exponent, 1, 254).astype(np.uint32)
-    data = _cast(matrix, np.divide, (normal << 23).view(np.float32), block, format)
+    data = cast(matrix, np.divide, (normal << 23).view(np.float32), block, format)
     # A block of zeros has the smallest scale of E8M0, which is subnormal in float32.
     scale = np.where(amax == 0, np.uint32(0x00400000), normal << 23).astype(np.uint32).view(np.float32)
     return ScaledMatrix(data, scale, block, f"E8M0 rounded {'to nearest' if rule == 'nearest' else rule}")
@@ -299,7 +232,7 @@ def quantized_in_two_levels(matrix: Rows, block: tuple[int, int], amax: float) -
     Raises:
         ValueError: If the kernel holds an infinity or NaN.
     """
-    of_blocks = _amax(matrix, block)
+    of_blocks = amax_of(matrix, block)
     if not np.isfinite(of_blocks).all():
         raise ValueError("it holds an infinity or NaN, which would spread over a block; take an earlier step")
     limit = np.float32(E4M3.max)
@@ -308,7 +241,7 @@ def quantized_in_two_levels(matrix: Rows, block: tuple[int, int], amax: float) -
     unit = Unit(value if np.isfinite(value) else np.float32(1.0), divides=True)
     stored = np.minimum(of_blocks / np.float32(E2M1.max) * unit.value, limit).astype(E4M3.dtype)
     scale = unit.scales(np.where(stored == 0, np.asarray(0.125, E4M3.dtype), stored))
-    data = _cast(matrix, np.divide, scale, block, E2M1)
+    data = cast(matrix, np.divide, scale, block, E2M1)
     return ScaledMatrix(data, scale, block, "two levels, computed for the export", unit=unit)
 
 
@@ -341,9 +274,9 @@ def coarsened(matrix: ScaledMatrix, block: tuple[int, int]) -> ScaledMatrix | No
     sizes = zip(block, matrix.block, matrix.shape, strict=True)
     if not are_exponents(matrix.scale) or any(new % min(old, n) and new < n for new, old, n in sizes):
         return None
-    amax = _amax(matrix, block)
+    amax = amax_of(matrix, block)
     scale = rounded_up(np.where(amax > 0, amax / np.float32(E4M3.max), np.float32(1.0)), 1)
-    new = ScaledMatrix(_cast(matrix, np.divide, scale, block, E4M3), scale, block, "checkpoint", matrix.input_scale)
+    new = ScaledMatrix(cast(matrix, np.divide, scale, block, E4M3), scale, block, "checkpoint", matrix.input_scale)
     return new if _are_equal(matrix, new) else None
 
 
@@ -359,7 +292,7 @@ def _are_equal(a: Rows, b: Rows) -> bool:
     return all(np.array_equal(a[rows], b[rows]) for rows in parts_of(a.shape))
 
 
-def _amax(matrix: Rows, block: tuple[int, int]) -> np.ndarray:
+def amax_of(matrix: Rows, block: tuple[int, int]) -> np.ndarray:
     columns = np.arange(0, matrix.shape[1], block[1])
     of_rows = [
         np.maximum.reduceat(np.abs(matrix[rows].astype(np.float32)), columns, axis=1) for rows in parts_of(matrix.shape)
@@ -367,7 +300,7 @@ def _amax(matrix: Rows, block: tuple[int, int]) -> np.ndarray:
     return np.maximum.reduceat(np.concatenate(of_rows), np.arange(0, matrix.shape[0], block[0]), axis=0)
 
 
-def _cast(
+def cast(
     matrix: Rows, operation: Callable[..., np.ndarray], factor: np.ndarray, block: tuple[int, int], format: Format
 ) -> np.ndarray:
     """The values, multiplied or divided by a factor for each block, clipped and rounded."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .._files.checksums import FORMAT, checksum, index_metadata, read_index, text_checksum, to_json
-from .._files.header import NAMES, Stored, read_header
-from .._files.strict_json import BrokenCheckpoint, json_file
 from .._printing.progress import Watcher, progress_of
+from .checksums import FORMAT, checksum, index_metadata, read_index, text_checksum, to_json
+from .header import NAMES, Stored, read_header
+from .strict_json import BrokenCheckpoint, json_file
 
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

@@ -7,13 +7,13 @@ import pathlib
 from rich.console import RenderableType
 from rich.text import Text
 
-from .._files.strict_json import BrokenCheckpoint
 from .._printing import Printable, new_table
 from .checked import is_quantized, layout_name
 from .configuration import NotSupported, presented, read_layout
 from .folder import TensorFolder
 from .four_bits import E2M1
 from .layout import CACHE_SCALES, FLOATS, SCALES, Layout
+from .strict_json import BrokenCheckpoint
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Files as others write them: safetensors and JSON, read strictly."""
