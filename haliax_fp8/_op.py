@@ -110,6 +110,7 @@ class Fp8DotGeneral(AbstractOp):
         kernel_first: bool | None = None,
         stack: tuple[hax.Axis, ...] = (),
         groups: hax.Axis | None = None,
+        **others: object,
     ) -> "Fp8DotGeneral":
         """An op before its first step.
 
@@ -120,7 +121,14 @@ class Fp8DotGeneral(AbstractOp):
             kernel_first: See the class.
             stack: The axes of the stack that the op's layer is in; its state gets them too.
             groups: The axis of groups that have a state of their own; None if they share one.
+            **others: What Haliax's op takes: an error, as the recipe has these.
         """
+        if others:
+            raise ValueError(
+                f"Fp8DotGeneral.init takes no {', '.join(others)}; the recipe has what Haliax's op takes: "
+                "Fp8DotGeneral.init(DelayedScaling(amax_history_length=16)), or Recipe.of(DelayedScaling(), forward=..., "
+                "backward=...)"
+            )
         recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         if groups is not None:
             require_stored_scales(recipe)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -131,7 +132,7 @@ def is_op(node: Any) -> bool:
 type Predicate = Callable[[str, Any], bool]
 
 
-type Pattern = str | re.Pattern[str] | Predicate
+type Pattern = str | re.Pattern[str] | type | Predicate
 
 
 type Targets = Pattern | Sequence[Pattern]
@@ -145,8 +146,8 @@ def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
         targets: The argument.
 
     Raises:
-        ValueError: If something is neither a string, a compiled regular expression nor a function, is a layer, or is an
-            empty string.
+        ValueError: If something is neither a string, a compiled regular expression, a class nor a function of a path
+            and a layer, is a layer, or is an empty string.
     """
     is_one = isinstance(targets, str | re.Pattern) or callable(targets)
     patterns: tuple[Any, ...] = tuple(targets) if isinstance(targets, Iterable) and not is_one else (targets,)
@@ -159,18 +160,33 @@ def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
         if not (isinstance(pattern, str | re.Pattern) or callable(pattern)):
             raise ValueError(
                 f"{name} holds {pattern!r}; give the last part of a path ('up_proj'), a full path, a glob, "
-                "a regular expression, or a function (path, layer) -> bool"
+                "a regular expression, a class of layers, or a function (path, layer) -> bool"
             )
+        if callable(pattern) and not isinstance(pattern, type):
+            _require_path_and_layer(name, pattern)
         if pattern == "":
             raise ValueError(f"{name} holds an empty string, which selects no layer; '*' selects every one")
     return patterns
+
+
+def _require_path_and_layer(name: str, function: Predicate) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # one of C, which does not say
+    try:
+        signature.bind("", None)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} holds a function that does not take (path, layer): {error}; write {name}=lambda path, layer: ..."
+        ) from error
 
 
 def matches(pattern: Pattern, path: str, layer: Any) -> bool:
     """Whether a pattern selects a layer.
 
     A string selects a path that it equals, whose last component it equals, or that it matches *in full* as a glob or
-    as a regular expression: `layers.1` selects `layers.1`, never `layers.10`.
+    as a regular expression: `layers.1` selects `layers.1`, never `layers.10`. A class selects its instances.
 
     Example:
         >>> patterns = ("up", "blocks.0.mlp.up", "*.up", r".*\\.(up|down)", "mlp")
@@ -179,6 +195,8 @@ def matches(pattern: Pattern, path: str, layer: Any) -> bool:
     """
     if isinstance(pattern, re.Pattern):
         return pattern.fullmatch(path) is not None
+    if isinstance(pattern, type):
+        return isinstance(layer, pattern)
     if not isinstance(pattern, str):
         selected = pattern(path, layer)
         if hasattr(selected, "dtype") and not isinstance(selected, np.bool_):
@@ -223,14 +241,20 @@ def nothing_to_convert(module: Any, rules: tuple[LayerRule, ...], refusals: Mapp
     names = ", ".join(dict.fromkeys(_public(cls) for cls in classes if not cls.__module__.startswith("haliax_fp8.")))
     shown = list(refusals.items())[:3]
     refused = "".join(f"; {path or 'the module itself'} cannot be: {reason}" for path, reason in shown)
+    own = "for your own layer class, give Fp8Config(rules=...) a LayerRule"
+    if type(module).__module__.startswith("flax."):
+        own = 'Flax\'s layers take an op without state, as in flax.nnx.Linear(dot_general=Fp8DotGeneral.init("current"))'
     return ValueError(
-        f"this {type(module).__name__} contains no layer that can be converted{refused}. Supported: {names}, anywhere "
+        f"this {_public(type(module))} contains no layer that can be converted{refused}. Supported: {names}, anywhere "
         "in a tree of modules, lists and dicts. If a module multiplies by plain arrays, call an Fp8DotGeneral or "
-        "Fp8Einsum there; for your own layer class, give Fp8Config(rules=...) a LayerRule"
+        f"Fp8Einsum there; {own}"
     )
 
 
 def _public(cls: type) -> str:
-    """The name by which a class is imported: those of Haliax and Equinox are in `nn`."""
-    package = cls.__module__.partition(".")[0]
-    return f"{package}.nn.{cls.__name__}" if package in ("haliax", "equinox") else f"{cls.__module__}.{cls.__name__}"
+    """The name by which a class is imported: those of Haliax and Equinox are in `nn`, Flax's in `nnx` or `linen`."""
+    package, *rest = cls.__module__.split(".")
+    if package in ("haliax", "equinox"):
+        return f"{package}.nn.{cls.__name__}"
+    public = f"flax.{rest[0]}" if package == "flax" and rest else cls.__module__
+    return cls.__name__ if public in ("builtins", "__main__") else f"{public}.{cls.__name__}"
