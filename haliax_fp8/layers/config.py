@@ -20,12 +20,12 @@ from .equinox import EquinoxLinear
 from .haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
 from .only_where_faster import FasterOn
 from .rule import LayerRule, Refused
-from .served import ServedLayers
+from .served import QuantizedLayers
 from .walk import Pattern, Targets, as_patterns
 
 
 default_rules: tuple[LayerRule, ...] = (
-    ServedLayers(),
+    QuantizedLayers(),
     HaliaxLinear(),
     HaliaxMoELinear(),
     HaliaxEmbedding(),

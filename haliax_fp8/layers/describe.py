@@ -1,9 +1,9 @@
-"""describe: every linear layer of a model with its recipe, or the reason why it has none."""
+"""describe: every linear layer and op of a model with its recipe, or the reason why it has none."""
 
 import dataclasses
 import os.path
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, KeyEntry
 
+from .._einsum import Fp8Einsum
 from .._jax.used import depends_on
 from .._op import Fp8DotGeneral
 from .._skipped import Skipped
@@ -21,14 +22,15 @@ from ..devices.device import Device, is_device_name
 from ..recipes.catalog import as_recipe
 from ..recipes.recipe import OPERAND_NAMES, Recipe
 from ..recipes.scaling import DelayedScaling
+from ..recipes.support import supported
 from .checks import check_not_modified, require_layers, uncalibrated_operands, unrecorded_operands
 from .config import Fp8Config, as_config
 from .convert import decide
 from .description import LayerDescription, ModelDescription
 from .only_where_faster import FasterOn
 from .rule import LayerRule, OnlyIfNamed
-from .served import AbstractServedLayer
-from .walk import STACKED, all_ops, find_layers, is_op, map_layers_in_stacks, path_string, rule_of
+from .served import AbstractQuantizedLayer
+from .walk import STACKED, all_ops, find_layers, find_layers_and_ops, is_op, map_layers_in_stacks, path_string, rule_of
 
 
 def describe(
@@ -42,8 +44,10 @@ def describe(
 ) -> ModelDescription:
     """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
 
+    A product of a module of your own, an `Fp8DotGeneral` or `Fp8Einsum`, has a row and counts as a layer.
+
     Args:
-        model: A converted model, or any other tree.
+        model: A converted model, or any other tree of layers.
         config: Another configuration than the model was converted with, to see what that would do; needed for layers of
             custom rules.
         device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
@@ -61,9 +65,9 @@ def describe(
         The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
 
     Raises:
-        ValueError: If `model` is not a tree of layers, the device's name is unknown, or `config` is not an `Fp8Config`;
-            if `loss_fn` is not a function, or there is a batch without one; or if anything but its own update changed
-            the FP8 state of the model.
+        ValueError: If `model` is not a tree of layers, or is an optimizer's state or gradients; if the device's name is
+            unknown, or `config` is not an `Fp8Config`; if `loss_fn` is not a function, or there is a batch without one;
+            or if anything but its own update changed the FP8 state of the model.
 
     Example:
         >>> In, Out = hax.Axis("in", 8), hax.Axis("out", 4)
@@ -85,37 +89,34 @@ def describe(
     elif not (isinstance(batch, tuple) and not batch):
         raise ValueError("batch was given without loss_fn; use describe(model, loss_fn=loss_fn, batch=(x, y))")
     rows = []
-    for path, decision in decide(model, config_in_use).items():
-        layer, rule, stack = decision.layer, decision.rule, decision.stack
-        op, kernel = rule.op(layer), rule.kernel(layer)
-        recipe, residual = decision.selected, config_in_use.kernel_residual
-        text, recipe_in_use = None, None
+    decisions = decide(model, config_in_use)
+    for path, (node, stack) in find_layers_and_ops(model, config_in_use.rules).items():
+        if is_op(node):
+            known = _of_op(node, is_traced=loss_fn is not None)
+            known["uncalled"] = known["uncalled"] and UNUSED
+            support = supported(node.recipe, chosen)
+            rows.append(LayerDescription(path, type(node).__name__, _sizes(stack), support=support, **known))
+            continue
+        decision = decisions[path]
+        layer, rule, kernel = decision.layer, decision.rule, decision.rule.kernel(decision.layer)
+        op, recipe, residual = rule.op(layer), decision.selected, config_in_use.kernel_residual
+        in_use, known = None, {}
         if op is not None:
             recipe, residual = op.recipe, op.kernel_residual
-            text, recipe_in_use = str(op.recipe), op.recipe
-        elif isinstance(layer, AbstractServedLayer):
-            text, recipe_in_use = layer.kernel.text, layer.kernel.recipe
-        rows.append(
-            LayerDescription(
-                path=path,
-                shape=kernel.text,
-                stacked=_sizes(stack),
-                recipe=text,
-                reason="" if text is not None else reasons.get(path) or decision.reason or "not converted",
-                support=None if recipe_in_use is None else kernel.support(recipe_in_use, chosen),
-                prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
-                uncalibrated=() if op is None else uncalibrated_operands(op.state),
-                **({} if op is None else _recorded(op, is_traced=loss_fn is not None)),
-                is_fp4=recipe_in_use is not None and recipe_in_use.kernel.format.bits <= 4,
-                scales="" if op is None else op.recipe.scale_rounding,
-                is_linear=text is not None or not _is_of_another_kind(layer, rule),
-            )
-        )
+            in_use, known = op.recipe, _of_op(op, is_traced=loss_fn is not None)
+        elif isinstance(layer, AbstractQuantizedLayer):
+            in_use, known = layer.kernel.recipe, _of_stored(layer.kernel)
+        else:
+            reason = reasons.get(path) or decision.reason or "not converted"
+            known = {"reason": reason, "is_linear": not _is_of_another_kind(layer, rule)}
+        support = None if in_use is None else kernel.support(in_use, chosen)
+        prediction = predict and recipe and predict.predict(rule, layer, stack, recipe, residual)
+        rows.append(LayerDescription(path, kernel.text, _sizes(stack), support=support, prediction=prediction, **known))
     if not any(row.recorded for row in rows):
         # Before the first step, no operand is worth a word.
         rows = [dataclasses.replace(row, unrecorded=()) for row in rows]
     others = tuple(_arrays_outside(model, config_in_use.rules))
-    head = _head(rows) if all_ops(model) else ""
+    head = _head(rows, decisions) if all_ops(model) else ""
     return ModelDescription(tuple(rows), named, predict, others, head)
 
 
@@ -152,6 +153,25 @@ def _is_of_another_kind(layer: Any, rule: LayerRule) -> bool:
     return isinstance(layer, hnn.Embedding) or isinstance(rule.refusal(layer), OnlyIfNamed)
 
 
+def _of_op(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
+    """What is known of an op, by the names of a row's fields."""
+    return {
+        "recipe": str(op.recipe),
+        "products": op.recipe.precisions,
+        "uncalibrated": uncalibrated_operands(op.state),
+        "scales": op.recipe.scale_rounding,
+        **_recorded(op, is_traced=is_traced),
+    }
+
+
+def _of_stored(kernel: Any) -> dict[str, Any]:
+    """What is known of a layer's data and scales, by the names of a row's fields: with inputs in FP8, fprop is."""
+    stored = kernel.storage.name
+    if kernel.recipe is None:
+        return {"reason": f"stored in {stored}, {kernel.text}", "stored": stored}
+    return {"recipe": kernel.text, "stored": stored, "products": {"fprop": kernel.recipe.precisions["fprop"]}}
+
+
 def _recorded(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
     """What is known of an op's amaxes, as far as they can be read, and of its calls."""
     uncalled = None if op.skipped is None else op.skipped.uncalled
@@ -178,15 +198,20 @@ _HEADS = ("head", "lm_head", "classifier", "logits", "to_logits", "unembed", "ou
 _LAST_OF_A_LIST = re.compile(r"[^\d.][^.]*\.\d+")
 
 
-def _head(rows: Sequence[LayerDescription]) -> str:
-    """The path of the converted layer whose output the loss seems to read, by its name or its place; or nothing."""
+def _head(rows: Sequence[LayerDescription], layers: Container[str]) -> str:
+    """The path of the converted layer whose output the loss seems to read, by its name or its place; or nothing.
+
+    Args:
+        rows: All rows.
+        layers: The paths of those that a conversion can leave out.
+    """
     alone = [row for row in rows if row.is_linear and not row.stacked]
     named = [row for row in alone if row.path.rpartition(".")[2] in _HEADS]
     above = [row.path.rpartition(".")[0] for row in alone]
     # The last layer of a list of layers, as in an MLP.
     in_list = len(alone) > 1 and above[-1] == above[-2] and _LAST_OF_A_LIST.fullmatch(alone[-1].path)
     last = named[-1:] or (alone[-1:] if in_list and alone[-1] is rows[-1] else [])
-    return last[0].path if last and last[0].is_fp8 else ""
+    return last[0].path if last and last[0].is_fp8 and last[0].path in layers else ""
 
 
 def recipes_of(model: Any) -> list[Recipe]:
@@ -229,6 +254,7 @@ def with_calls_of_loss[M](
         made = rule.kernel(layer).init_op(recipe, op.compute_dtype, stack)
         return rule.with_op(layer, dataclasses.replace(made, allow_dense_groups=True, skipped=op.skipped))
 
+    # An op without a rule has the state that it has, or none.
     tagged = map_layers_in_stacks(tag, model, rules)
     is_array = lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
     arrays, static = eqx.partition((tagged, batch), is_array)
@@ -239,7 +265,8 @@ def with_calls_of_loss[M](
 
     leaves, structure = jax.tree.flatten(arrays)
     used = depends_on(lambda leaves: value(jax.tree.unflatten(structure, leaves)), leaves)
-    return with_calls(model, jax.tree.unflatten(structure, used)[0])
+    marked = lambda op: dataclasses.replace(op, skipped=op.skipped or Skipped({})) if is_op(op) else op
+    return with_calls(jax.tree.map(marked, model, is_leaf=is_op), jax.tree.unflatten(structure, used)[0])
 
 
 def with_calls[M](model: M, used: Any) -> M:
@@ -270,15 +297,29 @@ def with_calls[M](model: M, used: Any) -> M:
     return jax.tree.map(mark, model, is_leaf=is_op)
 
 
-def with_calls_of[M](model: M, other: Any) -> M:
-    """The model, whose ops know of their calls what those of another tree know.
+type Calls = tuple[str | None, ...]
+"""For each op of a model why a loss did not call it, as in `Skipped`."""
+
+
+def calls_of(tree: Any) -> Calls:
+    """What the ops of a tree know of their calls.
+
+    Args:
+        tree: A model, or its gradients.
+    """
+    return tuple(op.skipped and op.skipped.uncalled for op in all_ops(tree))
+
+
+def with_calls_of[M](model: M, known: Calls) -> M:
+    """The model, whose ops know this of their calls, where it is known.
 
     Args:
         model: A model.
-        other: A tree with the same ops, such as its gradients.
+        known: From `calls_of`, of a tree with the same ops, such as its gradients.
     """
-    known = [op.skipped and op.skipped.uncalled for op in all_ops(other)]
-    present = [op.skipped and op.skipped.uncalled for op in all_ops(model)]
+    if all(call is None for call in known):
+        return model
+    present = calls_of(model)
     if len(known) != len(present) or all(new in (None, old) for new, old in zip(known, present, strict=True)):
         return model
     reasons = iter(known)
@@ -299,7 +340,7 @@ def _arrays_outside(model: Any, rules: tuple[LayerRule, ...]) -> list[str]:
     """The paths of floating-point arrays of two or more dimensions that belong to no layer with a rule.
 
     Axes of stacks and ensembles do not count, nor do the arrays of Equinox's and Haliax's own classes, such as
-    embeddings and norms, or of a module that holds an op of its own.
+    embeddings and norms, or of what holds an op of its own.
 
     Args:
         model: Any tree.
@@ -319,7 +360,8 @@ def _arrays_outside(model: Any, rules: tuple[LayerRule, ...]) -> list[str]:
         if isinstance(node, hnn.Stacked):
             visit((*path, STACKED), node.stacked, (*stack, node.Block.name), is_owned=False)
             return
-        is_owned = type(node).__module__.startswith(("equinox.nn", "haliax.nn")) or _multiplies(node)
+        is_inside = is_owned and not isinstance(node, eqx.Module)
+        is_owned = is_inside or type(node).__module__.startswith(("equinox.nn", "haliax.nn")) or _multiplies(node)
         for key, child in _children(node):
             visit((*path, *key), child, stack, is_owned=is_owned)
 
@@ -335,13 +377,9 @@ def _children(node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 
 def _multiplies(node: Any) -> bool:
-    """Whether a module has an op for its own arrays, or an einsum, which has nothing but an op."""
-
-    def is_op_or_einsum(value: Any) -> bool:
-        below = [child for _, child in _children(value)] if isinstance(value, eqx.Module) else []
-        return is_op(value) or (len(below) == 1 and is_op(below[0]))
-
-    return isinstance(node, eqx.Module) and any(is_op_or_einsum(child) for _, child in _children(node))
+    """Whether a module, list or dict has an op or an einsum for its own arrays, also in lists and dicts of it."""
+    is_inner = lambda value: value is not node and isinstance(value, eqx.Module)
+    return any(isinstance(x, Fp8DotGeneral | Fp8Einsum) for x in jax.tree.leaves(node, is_leaf=is_inner))
 
 
 def _is_array(node: Any) -> bool:

@@ -29,14 +29,29 @@ def rule_of(layer: Any, rules: tuple[LayerRule, ...]) -> LayerRule:
 
 def find_layers(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[Any, tuple[hax.Axis, ...]]]:
     """Every layer that has a rule, by path, with the axes of the stacks that it is in."""
-    layers: dict[str, tuple[Any, tuple[hax.Axis, ...]]] = {}
+    return _find(module, types_of(rules))
 
-    def collect(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
-        layers[path] = (layer, stack)
-        return layer
 
-    _walk(collect, module, rules, (), ())
-    return layers
+def find_layers_and_ops(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[Any, tuple[hax.Axis, ...]]]:
+    """Like `find_layers`, with every op that is in no such layer, by the path that `named_ops` gives it."""
+    nodes = _find(module, (*types_of(rules), Fp8DotGeneral))
+    return {_without_field(path) if is_op(node) else path: (node, stack) for path, (node, stack) in nodes.items()}
+
+
+def types_of(rules: tuple[LayerRule, ...]) -> tuple[type, ...]:
+    """The classes of layers that have a rule."""
+    return tuple(jax.tree.leaves([rule.layer_type for rule in rules]))
+
+
+def _find(module: Any, types: tuple[type, ...]) -> dict[str, tuple[Any, tuple[hax.Axis, ...]]]:
+    nodes: dict[str, tuple[Any, tuple[hax.Axis, ...]]] = {}
+
+    def collect(path: str, node: Any, stack: tuple[hax.Axis, ...]) -> Any:
+        nodes[path] = (node, stack)
+        return node
+
+    _walk(collect, module, types, (), ())
+    return nodes
 
 
 def map_layers[M](function: Callable[[str, Any], M], module: M, rules: tuple[LayerRule, ...]) -> M:
@@ -48,30 +63,26 @@ def map_layers_in_stacks[M](
     function: Callable[[str, Any, tuple[hax.Axis, ...]], Any], module: M, rules: tuple[LayerRule, ...]
 ) -> M:
     """Like `map_layers`, for a function that also takes the axes of the stacks that a layer is in."""
-    return _walk(function, module, rules, (), ())
+    return _walk(function, module, types_of(rules), (), ())
 
 
 def _walk(
     function: Callable[[str, Any, tuple[hax.Axis, ...]], Any],
     tree: Any,
-    rules: tuple[LayerRule, ...],
+    types: tuple[type, ...],
     prefix: tuple[KeyEntry, ...],
     stack: tuple[hax.Axis, ...],
 ) -> Any:
-    layer_types = tuple(jax.tree.leaves([rule.layer_type for rule in rules]))
-
     def visit(path: tuple[KeyEntry, ...], node: Any) -> Any:
         path = prefix + path
-        if isinstance(node, layer_types):
+        if isinstance(node, types):
             return function(path_string(path), node, stack)
         if isinstance(node, hnn.Stacked):
-            inner = _walk(function, node.stacked, rules, (*path, STACKED), (*stack, node.Block))
+            inner = _walk(function, node.stacked, types, (*path, STACKED), (*stack, node.Block))
             return dataclasses.replace(node, stacked=inner)
         return node
 
-    return jax.tree_util.tree_map_with_path(
-        visit, tree, is_leaf=lambda node: isinstance(node, (*layer_types, hnn.Stacked))
-    )
+    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=lambda node: isinstance(node, (*types, hnn.Stacked)))
 
 
 STACKED = jax.tree_util.GetAttrKey("stacked")
@@ -118,7 +129,12 @@ def named_ops(model: Any) -> Iterator[tuple[str, Fp8DotGeneral]]:
     """
     for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_op)[0]:
         if is_op(node):
-            yield path_string(path).removesuffix("dot_general").removesuffix("."), node
+            yield _without_field(path_string(path)), node
+
+
+def _without_field(path: str) -> str:
+    """The path of an op without the field that holds it in a layer."""
+    return path.removesuffix("dot_general").removesuffix(".")
 
 
 def is_op(node: Any) -> bool:
