@@ -125,9 +125,8 @@ class Fp8DotGeneral(AbstractOp):
         """
         if others:
             raise ValueError(
-                f"Fp8DotGeneral.init takes no {', '.join(others)}; the recipe has what Haliax's op takes: "
-                "Fp8DotGeneral.init(DelayedScaling(amax_history_length=16)), or Recipe.of(DelayedScaling(), forward=..., "
-                "backward=...)"
+                f"Fp8DotGeneral.init takes no {', '.join(others)}; what Haliax's op takes is in the recipe: "
+                "Fp8DotGeneral.init(DelayedScaling(amax_history_length=16)), Recipe.of(DelayedScaling(), forward=E4M3)"
             )
         recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         if groups is not None:

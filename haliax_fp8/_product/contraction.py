@@ -229,8 +229,8 @@ class DotContraction(AbstractContraction):
             raise ValueError(
                 f"the op multiplies operands of shapes {tuple(lhs_shape)} and {tuple(rhs_shape)}, of which only the "
                 f"{'second' if kernel_first else 'first'} has the kernel's free axes, {kernel_shape}; but it was made "
-                f"with kernel_first={kernel_first}, in a LayerRule Kernel(first={kernel_first}). Correct that, or leave "
-                "it out for sizes to tell"
+                f"with kernel_first={kernel_first}, in a LayerRule Kernel(first={kernel_first}). Correct that, or "
+                "leave it out for sizes to tell"
             )
         return DotContraction(dims, kernel_first)
 

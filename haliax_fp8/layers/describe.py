@@ -18,6 +18,7 @@ from .._jax.used import depends_on
 from .._op import Fp8DotGeneral
 from .._skipped import Skipped
 from .._state.op_state import OpState, OverwriteWithGradient
+from .._tensor_names import is_head
 from ..devices.device import Device, is_device_name
 from ..recipes.catalog import as_recipe
 from ..recipes.recipe import OPERAND_NAMES, Recipe
@@ -192,9 +193,6 @@ def _sizes(stack: tuple[hax.Axis, ...]) -> str:
     return " × ".join(f"{axis.name} {axis.size}" for axis in stack)
 
 
-_HEADS = ("head", "lm_head", "classifier", "logits", "to_logits", "unembed", "output", "output_layer", "out_layer")
-
-
 _LAST_OF_A_LIST = re.compile(r"[^\d.][^.]*\.\d+")
 
 
@@ -206,7 +204,7 @@ def _head(rows: Sequence[LayerDescription], layers: Container[str]) -> str:
         layers: The paths of those that a conversion can leave out.
     """
     alone = [row for row in rows if row.is_linear and not row.stacked]
-    named = [row for row in alone if row.path.rpartition(".")[2] in _HEADS]
+    named = [row for row in alone if is_head(row.path)]
     above = [row.path.rpartition(".")[0] for row in alone]
     # The last layer of a list of layers, as in an MLP.
     in_list = len(alone) > 1 and above[-1] == above[-2] and _LAST_OF_A_LIST.fullmatch(alone[-1].path)

@@ -39,8 +39,8 @@ class Kernel:
         contracted: Which axes of one kernel fprop sums over. By default those of `In` in a `NamedArray`, and in a
             matrix the one that has as many elements; a square matrix does not tell.
         factor: What the layer multiplies its weight by before the product, as muP does.
-        first: Whether the layer calls its op as `op(weight, x)`, or False for `op(x, weight)`. By default sizes tell, as
-            where `jnp.einsum` may swap the two; if both operands could be the kernel, it is the second.
+        first: Whether the layer calls its op as `op(weight, x)`, not `op(x, weight)`. By default sizes tell, as where
+            `jnp.einsum` may swap the two; if both operands could be the kernel, it is the second.
 
     Example:
         >>> Kernel(jnp.ones((12, 64, 256)), 64, 256).text

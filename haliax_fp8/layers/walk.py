@@ -185,7 +185,7 @@ def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
     return patterns
 
 
-def _require_path_and_layer(name: str, function: Predicate) -> None:
+def _require_path_and_layer(name: str, function: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -259,7 +259,9 @@ def nothing_to_convert(module: Any, rules: tuple[LayerRule, ...], refusals: Mapp
     refused = "".join(f"; {path or 'the module itself'} cannot be: {reason}" for path, reason in shown)
     own = "for your own layer class, give Fp8Config(rules=...) a LayerRule"
     if type(module).__module__.startswith("flax."):
-        own = 'Flax\'s layers take an op without state, as in flax.nnx.Linear(dot_general=Fp8DotGeneral.init("current"))'
+        own = (
+            'Flax\'s layers take an op without state, as in flax.nnx.Linear(dot_general=Fp8DotGeneral.init("current"))'
+        )
     return ValueError(
         f"this {_public(type(module))} contains no layer that can be converted{refused}. Supported: {names}, anywhere "
         "in a tree of modules, lists and dicts. If a module multiplies by plain arrays, call an Fp8DotGeneral or "

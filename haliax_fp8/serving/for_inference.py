@@ -11,7 +11,7 @@ from .._printing.progress import Watcher, progress_of
 from .._tensor_names import is_head
 from ..layers.checks import check_not_modified, require_layers, require_model
 from ..layers.config import Fp8Config, as_config
-from ..layers.convert import routers
+from ..layers.roles import routers
 from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
 from ..layers.walk import (

@@ -1,4 +1,4 @@
-"""Which operand is the kernel, as a rule says."""
+"""What things are: which operand is the kernel, and which layer a head, a router, frozen, or a part of an adapter."""
 
 import dataclasses
 
@@ -10,8 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haliax_fp8 import Fp8Config, Fp8DotGeneral, filter_grad, fp8_linear_layers, quantize_kernels
+from haliax_fp8 import Fp8Config, Fp8DotGeneral, describe, filter_grad, fp8_linear_layers, quantize_kernels
+from haliax_fp8.folders import convert_folder
+from haliax_fp8.huggingface import export_model, import_model
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
+from haliax_fp8.models import add_lora
+from haliax_fp8.serving import quantize_for_inference
 
 
 # --- operands ---------------------------------------------------------------------------------------------------------
@@ -121,3 +125,128 @@ def test_an_order_that_sizes_contradict():
     layer = fp8_linear_layers(Pointwise(drawn(0, (64, 32))), config_of(False))
     with pytest.raises(ValueError, match=r"only the first has .* \(64,\); .*kernel_first=False.*Kernel\(first=False\)"):
         layer(drawn(1, (32, 8)))
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def linear(In=32, Out=32):
+    return eqx.nn.Linear(In, Out, key=jax.random.key(0))
+
+
+def in_fp8(model):
+    return {row.path for row in describe(model).layers if row.is_fp8}
+
+
+def assert_left_alone(model, left, tmp_path):
+    """What conversion, serving, export and the conversion of folders leave in high precision, by default."""
+    served = quantize_for_inference(model, "FP8_DYNAMIC")
+    exported = export_model(model, tmp_path / "exported", "FP8_DYNAMIC")
+    export_model(model, tmp_path / "plain", "BF16")
+    converted = convert_folder(tmp_path / "plain", tmp_path / "converted", "FP8_DYNAMIC")
+    assert in_fp8(served) == in_fp8(served) - left
+    assert len(in_fp8(served)) == exported.quantized == converted.quantized
+    assert left <= set(exported.ignore) and left <= set(converted.ignore)
+
+
+HEADS = [
+    "head",
+    "lm_head",
+    "score",
+    "classifier",
+    "embed_out",
+    "unembed",
+    "logits",
+    "to_logits",
+    "output_layer",
+    "output",
+]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads(name, tmp_path):
+    model = {"up": linear(), name: linear(), "attention": {"output": linear()}}
+    assert describe(fp8_linear_layers(model)).head == name
+    assert_left_alone(model, {name}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "model, left",
+    [
+        ({"moe": {"gate": linear(), "experts": [{"up": linear()}]}}, {"moe.gate"}),
+        ({"moe": {"router": {"layer": linear()}, "up": linear()}}, {"moe.router.layer"}),
+        ({"mlp": {"gate": linear(), "value": linear()}}, set()),
+        ({"mlp": {"shared_expert_gate": linear(), "up": linear()}}, {"mlp.shared_expert_gate"}),
+    ],
+    ids=["gate of experts", "router", "gate of a unit", "gate of a shared expert"],
+)
+def test_routers(model, left, tmp_path):
+    """A gate chooses experts if there are any beside it; otherwise it is that of a gated unit."""
+    assert {row.path for row in describe(fp8_linear_layers(model)).layers} - in_fp8(fp8_linear_layers(model)) == left
+    assert_left_alone(model, left, tmp_path)
+
+
+@pytest.fixture
+def frozen(tmp_path):
+    model = {"up": linear(), "down": linear(), "head": linear()}
+    export_model(model, tmp_path / "folder", "FP8_DYNAMIC")
+    return import_model(tmp_path / "folder", model, weights="frozen")
+
+
+def test_frozen_layers_are_not_converted(frozen):
+    with pytest.raises(ValueError, match=r"no other layer to convert, and down, up cannot be .*huggingface\.thaw"):
+        fp8_linear_layers(frozen, exclude="head")
+    with pytest.warns(UserWarning, match=r"^down, up cannot be converted.*huggingface\.thaw") as caught:
+        model = fp8_linear_layers(frozen)
+    assert caught[0].filename == __file__ and in_fp8(model) == {"head"}
+    assert in_fp8(fp8_linear_layers(frozen, targets="head")) == {"head"}
+    with pytest.raises(ValueError, match=r"select up, which cannot be converted: .*huggingface\.thaw"):
+        fp8_linear_layers(frozen, targets="up")
+
+
+class Pair(eqx.Module):
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(*, key):
+        In, Out = hax.make_axes(inner=16, outer=32)
+        return Pair(*(hnn.Linear.init(*axes, key=key) for axes in ((In, Out), (Out, In))))
+
+
+def test_adapters_are_not_converted():
+    stack = hnn.Stacked.init(hax.Axis("layers", 3), Pair)(key=jax.random.split(jax.random.key(0), 3))
+    for model, prefix in ((stack, "adapted.stacked."), (eqx.nn.MLP(32, 32, 64, 1, key=jax.random.key(0)), "adapted.")):
+        adapted = add_lora(model, rank=2, key=jax.random.key(1))
+        rows = describe(fp8_linear_layers(adapted)).layers
+        assert {row.path.rpartition(".")[2] for row in rows if row.is_fp8} == {"base"}
+        assert all("adapter" in row.reason and "a target names it" in row.reason for row in rows if not row.is_fp8)
+        assert len(rows) == 6 and all(row.path.startswith(prefix) for row in rows)
+        named = in_fp8(fp8_linear_layers(adapted, targets=["A", "B"]))
+        assert {path.rpartition(".")[2] for path in named} == {"A", "B"}
+
+
+@pytest.mark.parametrize("rank, is_high", [(15, False), (16, True), (1000, True)])
+def test_a_rank_that_is_not_low(rank, is_high):
+    layer = {"rank": rank, "key": jax.random.key(1)}
+    if is_high:
+        with pytest.warns(UserWarning, match=rf"rank={rank} is not below .*the model itself \(16 -> 32\)"):
+            add_lora(linear(16, 32), **layer)
+    else:
+        add_lora(linear(16, 32), **layer)
+
+
+@pytest.mark.parametrize(
+    "options, pattern",
+    [
+        ({"exclude": "*"}, r"excluded by '\*'"),
+        ({"exclude": ["up", "*.down"]}, r"excluded by '\*\.down'"),
+        ({"overrides": {"*": None}}, r"the override '\*'"),
+        ({"targets": "up", "exclude": "up"}, "excluded by 'up'"),
+    ],
+    ids=str,
+)
+def test_patterns_that_leave_nothing(options, pattern):
+    model = {"up": linear(), "block": {"down": linear()}}
+    with pytest.warns(UserWarning, match=f"converted no layer: .*{pattern}"):
+        assert not in_fp8(fp8_linear_layers(model, **options))
