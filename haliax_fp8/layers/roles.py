@@ -84,6 +84,22 @@ def routers(kernels: Mapping[str, Kernel]) -> frozenset[str]:
     )
 
 
+def sharing(model: Any, layers: Mapping[str, Any]) -> frozenset[str]:
+    """The paths of the layers whose weight an `eqx.nn.Shared` gives to another layer, or takes from one.
+
+    Args:
+        model: The model.
+        layers: Its layers by path.
+    """
+    is_shared = lambda node: isinstance(node, eqx.nn.Shared)
+    owners = filter(is_shared, jax.tree.leaves(model, is_leaf=is_shared))
+    arrays = {id(x) for node in owners for x in jax.tree.leaves(node.get(node.pytree))}
+    # A layer that takes its weight from another has a placeholder there instead of an array.
+    is_one = lambda x: id(x) in arrays or not hasattr(x, "dtype")
+    weights = {path: getattr(layer, "weight", None) for path, layer in layers.items()}
+    return frozenset(path for path, weight in weights.items() if any(map(is_one, jax.tree.leaves(weight))))
+
+
 def _names(axes: Any) -> tuple[str, ...] | None:
     """The names of axes; None if there are none, but a number."""
     return None if axes is None or isinstance(axes, int | str) else tuple(axis.name for axis in axes_of(axes))

@@ -28,7 +28,7 @@ from ..layers.checks import require_layers
 from ..layers.config import default_rules
 from ..layers.frozen_array import frozen, is_frozen_array, thawed
 from ..layers.kernel import Kernel, axes_of, count
-from ..layers.roles import AbstractAdapter, routers
+from ..layers.roles import AbstractAdapter, routers, sharing
 from ..layers.served import AbstractFrozenLayer, require_weights
 from ..layers.walk import Targets, as_patterns, find_layers, map_layers, matches, rule_of, unmatched_error
 
@@ -303,7 +303,7 @@ def require_merged(model: Any) -> None:
 def _chosen(model: Any, layers: dict[str, Any], targets: Targets | None) -> list[str]:
     """The paths of the layers that get an adapter."""
     are_linear = {path: isinstance(layer, hnn.Linear | eqx.nn.Linear) for path, layer in layers.items()}
-    shared = _sharing(model, layers)
+    shared = sharing(model, layers)
     if targets is None:
         kernels = {path: rule_of(layer, default_rules).kernel(layer) for path, layer in layers.items()}
         left_out = {*shared, *routers(kernels), *(path for path in layers if path and is_head(path))}
@@ -345,17 +345,6 @@ def _warn_of_high_rank(layers: dict[str, Any], rank: int) -> None:
 
 def _sizes(kernel: Kernel) -> list[int]:
     return [count(features) for features in (kernel.In, kernel.Out) if features is not None]
-
-
-def _sharing(model: Any, layers: dict[str, Any]) -> set[str]:
-    """The paths of the layers whose weight an `eqx.nn.Shared` gives to another layer, or takes from one."""
-    is_shared = lambda node: isinstance(node, eqx.nn.Shared)
-    owners = filter(is_shared, jax.tree.leaves(model, is_leaf=is_shared))
-    arrays = {id(x) for node in owners for x in jax.tree.leaves(node.get(node.pytree))}
-    # A layer that takes its weight from another has a placeholder there instead of an array.
-    takes = lambda layer: not _is_fp8(layer) and not all(hasattr(x, "dtype") for x in jax.tree.leaves(layer.weight))
-    gives = lambda layer: any(id(x) in arrays for x in jax.tree.leaves(layer.weight))
-    return {path for path, layer in layers.items() if hasattr(layer, "weight") and (takes(layer) or gives(layer))}
 
 
 def _halves(layer: Any, stack: tuple[hax.Axis, ...], rank: int, key: Array) -> tuple[Any, Any]:

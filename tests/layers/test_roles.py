@@ -186,6 +186,27 @@ def test_routers(model, left, tmp_path):
     assert_left_alone(model, left, tmp_path)
 
 
+def test_heads_and_routers_by_the_names_of_the_checkpoint(tmp_path):
+    """Engines know no others: what the model calls a layer does not matter to them."""
+    model = {"up": linear(), "words": linear(), "moe": {"choose": linear(), "expert": linear()}}
+    names = {"words": "lm_head", "moe.choose": "mlp.gate", "moe.expert": "mlp.experts.0.up_proj"}
+    exported = export_model(model, tmp_path / "folder", "FP8_DYNAMIC", names=names)
+    assert exported.quantized == 2 and set(exported.ignore) == {"lm_head", "mlp.gate"}
+
+
+class Tied(eqx.Module):
+    shared: eqx.nn.Shared
+
+
+def test_a_tied_layer_has_no_weight_to_quantize():
+    model = (eqx.nn.Embedding(64, 32, key=jax.random.key(0)), linear(), linear(32, 64))
+    tied = Tied(eqx.nn.Shared(model, lambda m: m[2].weight, lambda m: m[0].weight))
+    assert in_fp8(quantize_for_inference(tied, "FP8_DYNAMIC")) == {"shared.pytree.1"}
+    for converted, options in ((fp8_linear_layers(tied), {}), (tied, {"targets": "2"})):
+        with pytest.raises(ValueError, match=r"shared\.pytree\.2.* cannot be quantized: eqx\.nn\.Shared.*exclude it"):
+            quantize_for_inference(converted, "FP8_DYNAMIC", **options)
+
+
 @pytest.fixture
 def frozen(tmp_path):
     model = {"up": linear(), "down": linear(), "head": linear()}
