@@ -201,11 +201,6 @@ def test_a_model_without_layers_can_be_described_and_restored():
     assert_same(restore_linear_layers(tree), tree)
 
 
-def test_a_model_all_of_whose_layers_a_pattern_excludes_is_none():
-    model = fp8_linear_layers([linear()], exclude="*")
-    assert not paths(model)
-
-
 # --- Stacks and ensembles ---------------------------------------------------------------------------------------------
 
 
