@@ -196,7 +196,7 @@ class ModelDescription(Printable):
         """How many layers are stored in a narrow format, and multiply in high precision; empty if none are."""
         formats = [layer.stored for layer in self.layers if layer.stored and not layer.is_fp8]
         names = "/".join(dict.fromkeys(formats))
-        return f"; {len(formats)} stored in {names} and multiplied in high precision" if formats else ""
+        return f"; {len(formats)} stored in {names} and multiplied by inputs in high precision" if formats else ""
 
     @property
     def estimate(self) -> str:
