@@ -26,7 +26,7 @@ from ..recipes.scaling import DelayedScaling
 from ..recipes.support import supported
 from .checks import check_not_modified, require_layers, uncalibrated_operands, unrecorded_operands
 from .config import Fp8Config, as_config
-from .convert import decide
+from .convert import Decision, decide
 from .description import LayerDescription, ModelDescription
 from .only_where_faster import FasterOn
 from .rule import LayerRule, OnlyIfNamed
@@ -89,29 +89,22 @@ def describe(
         model = with_calls_of_loss(model, loss_fn, batch if isinstance(batch, tuple) else (batch,), config_in_use.rules)
     elif not (isinstance(batch, tuple) and not batch):
         raise ValueError("batch was given without loss_fn; use describe(model, loss_fn=loss_fn, batch=(x, y))")
-    rows = []
-    decisions = decide(model, config_in_use)
+    decisions, is_traced, rows = decide(model, config_in_use), loss_fn is not None, []
     for path, (node, stack) in find_layers_and_ops(model, config_in_use.rules).items():
         if is_op(node):
-            known = _of_op(node, is_traced=loss_fn is not None)
-            known["uncalled"] = known["uncalled"] and UNUSED
-            support = supported(node.recipe, chosen)
-            rows.append(LayerDescription(path, type(node).__name__, _sizes(stack), support=support, **known))
+            # Its module's weights are not of a layer that could be excluded.
+            known = _of_op(node, is_traced=is_traced)
+            known |= {"uncalled": known["uncalled"] and UNUSED, "support": supported(node.recipe, chosen)}
+            rows.append(LayerDescription(path, type(node).__name__, _sizes(stack), **known))
             continue
         decision = decisions[path]
-        layer, rule, kernel = decision.layer, decision.rule, decision.rule.kernel(decision.layer)
-        op, recipe, residual = rule.op(layer), decision.selected, config_in_use.kernel_residual
-        in_use, known = None, {}
+        rule, kernel, op = decision.rule, decision.rule.kernel(node), decision.rule.op(node)
+        recipe, known = _of_layer(decision, reasons.get(path), is_traced=is_traced)
+        support = None if recipe is None else kernel.support(recipe, chosen)
+        recipe, residual = decision.selected, config_in_use.kernel_residual
         if op is not None:
             recipe, residual = op.recipe, op.kernel_residual
-            in_use, known = op.recipe, _of_op(op, is_traced=loss_fn is not None)
-        elif isinstance(layer, AbstractQuantizedLayer):
-            in_use, known = layer.kernel.recipe, _of_stored(layer.kernel)
-        else:
-            reason = reasons.get(path) or decision.reason or "not converted"
-            known = {"reason": reason, "is_linear": not _is_of_another_kind(layer, rule)}
-        support = None if in_use is None else kernel.support(in_use, chosen)
-        prediction = predict and recipe and predict.predict(rule, layer, stack, recipe, residual)
+        prediction = predict and recipe and predict.predict(rule, node, stack, recipe, residual)
         rows.append(LayerDescription(path, kernel.text, _sizes(stack), support=support, prediction=prediction, **known))
     if not any(row.recorded for row in rows):
         # Before the first step, no operand is worth a word.
@@ -165,12 +158,19 @@ def _of_op(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
     }
 
 
-def _of_stored(kernel: Any) -> dict[str, Any]:
-    """What is known of a layer's data and scales, by the names of a row's fields: with inputs in FP8, fprop is."""
-    stored = kernel.storage.name
-    if kernel.recipe is None:
-        return {"reason": f"stored in {stored}, {kernel.text}", "stored": stored}
-    return {"recipe": kernel.text, "stored": stored, "products": {"fprop": kernel.recipe.precisions["fprop"]}}
+def _of_layer(decision: Decision, reason: str | None, *, is_traced: bool) -> tuple[Recipe | None, dict[str, Any]]:
+    """The recipe that a layer multiplies with, None in high precision; and what is known of it, as in `_of_op`."""
+    layer, rule = decision.layer, decision.rule
+    if (op := rule.op(layer)) is not None:
+        return op.recipe, _of_op(op, is_traced=is_traced)
+    if isinstance(layer, AbstractQuantizedLayer):
+        kernel, stored = layer.kernel, layer.kernel.storage.name
+        if kernel.recipe is None:
+            return None, {"reason": f"stored in {stored}, {kernel.text}", "stored": stored}
+        products = {"fprop": kernel.recipe.precisions["fprop"]}
+        return kernel.recipe, {"recipe": kernel.text, "stored": stored, "products": products}
+    is_linear = not _is_of_another_kind(layer, rule)
+    return None, {"reason": reason or decision.reason or "not converted", "is_linear": is_linear}
 
 
 def _recorded(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:

@@ -177,7 +177,7 @@ class ModelDescription(Printable):
         counts = ", ".join([f"FP8: {eight} {of}"] * bool(eight) + [f"FP4: {four} {of}"] * bool(four))
         if products := self._products:
             counts = f"{'FP8' if 'in FP8' in products else 'FP4'}: {self.fp8_count} {of}{products}"
-        described = f"{counts}{self._stored}, {counted}, {_where(self.layers, self.device)}"
+        described = f"{counts}, {counted}, {_where(self.layers, self.device)}{self._stored}"
         waiting = sum(bool(layer.uncalibrated) for layer in self.layers)
         return f"{described}, {waiting} to be calibrated first" if waiting else described
 
@@ -196,7 +196,7 @@ class ModelDescription(Printable):
         """How many layers are stored in a narrow format, and multiply in high precision; empty if none are."""
         formats = [layer.stored for layer in self.layers if layer.stored and not layer.is_fp8]
         names = "/".join(dict.fromkeys(formats))
-        return f", {len(formats)} stored in {names} and multiplied in high precision" if formats else ""
+        return f"; {len(formats)} stored in {names} and multiplied by inputs in high precision" if formats else ""
 
     @property
     def estimate(self) -> str:
@@ -290,10 +290,9 @@ class ModelDescription(Printable):
         count = ", ".join([first.replace(" in", f" of {self.count} linear layers in"), *more])
         if products := self._products:
             count = f"{self.fp8_count} of {self.count} linear layers{products}"
-        count += self._stored
         lines = self.estimate, self.note, self.waiting, *self.remarks, self.scales
         return Group(
-            Text(f"{count}{f': {only}' if only else ''}{everywhere}", "bold"),
+            Text(f"{count}{f': {only}' if only else ''}{everywhere}{self._stored}", "bold"),
             self._table(only, with_support=self.device is not None and not everywhere),
             *(Text(line, "dim") for line in lines if line),
         )
