@@ -264,9 +264,11 @@ def warn_of_constant_state(recipe: Recipe) -> None:
         return
     warnings.warn(
         f"the gradient of an FP8 layer's weight was taken without that of its state ({recipe}): if this trains the "
-        "weight, the scales stay as they are for ever. eqx.partition put the state with the frozen weights, or the "
-        f"gradient is of the weights alone. {KEEP_STATE_WITH_TRAINED} If the gradient trains nothing, as in an "
-        "analysis or a line search, take that of haliax_fp8.training.exact_gradients(loss_fn)",
+        "weight, the scales stay as they are for ever. The model was converted inside the loss: convert it once, "
+        "before; or the op was made inside __call__: make it a field of the layer; or eqx.partition put the state with "
+        f"the frozen weights, or the gradient is of the weights alone. {KEEP_STATE_WITH_TRAINED} If the gradient "
+        "trains nothing, as in an analysis or a line search, take that of "
+        "haliax_fp8.training.exact_gradients(loss_fn)",
         stacklevel=2,
         skip_file_prefixes=_LIBRARIES,
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from .._printing.progress import Watcher, progress_of
-from .._tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_linear, is_norm, is_router
+from .._tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_linear, is_norm, is_router, is_table
 from .codes import Codes, count_codes, looked_through
 from .configuration import presented, read_layout
 from .folder import CONFIG, TensorFolder
@@ -51,11 +51,6 @@ _OLD_CACHE_SCALE = "kv_scale"
 WRITE_AGAIN = "copy the folder again, or write it again with the library that made it"
 _QUANTIZE_AGAIN = "quantize the weight again from the one in high precision"
 _DEQUANTIZE = "write it in bfloat16, and add its layer to `ignore`"
-
-# What models of Hugging Face call tables of embeddings, and nothing else.
-_TABLES = re.compile(
-    r"(^|\.)(embed_tokens|embed_positions|tok_embeddings|(word|position)_embeddings|wte|wpe)$|^shared$"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +218,7 @@ class Checked:
             remedy = f"name its layer in the group of config.json that has it in {bits}, or quantize it again"
         elif not name.endswith(WEIGHT):
             wrong = f"it is in {bits} without a scale; only weights of layers may be in {bits}"
-        elif _TABLES.search(layer) or (is_norm(layer) and axes == 1):
+        elif is_table(layer) or (is_norm(layer) and axes == 1):
             wrong = f"it is in {bits}, and engines read embeddings and norms without scales"
         elif axes not in (2, 3):
             wrong = f"it is in {bits} with shape {stored.shape}; weights of linear layers have the axes [out, in]"

@@ -19,7 +19,7 @@ from .._numerics.formats import E4M3, Format
 from .._op import Fp8DotGeneral
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher, progress_of
-from .._tensor_names import is_embedding, is_head
+from .._tensor_names import is_embedding, is_head, is_router
 from ..folders.check import check_folder
 from ..folders.folder import CONFIG, TensorFolder, new_folder, require_folder_name, write_tensors
 from ..folders.layout import PLAIN, Layout, as_layout, require_quantizable
@@ -287,6 +287,8 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
     own = list(tensors_of(model, rules, **patterns))
     whole = without_sharing(model)
     found = own if whole is model else list(tensors_of(whole, rules, **patterns))
+    if how.targets is None:
+        found = _without_roles(found, names)
     tied = [] if whole is model else _tied_heads(found, {tensor.name for tensor in own}, names)
     tensors, by_name = [], {tensor.name: tensor for tensor in found}
     to_ours = {names.to_checkpoint(name): name for name in by_name}
@@ -320,6 +322,18 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
     if layout is not None and all(tensor.layout is None for tensor in tensors):
         raise ValueError("model has no layer to quantize; give targets=..., or the layout 'BF16' for a plain export")
     return tensors, tuple(names.to_checkpoint(tensor.path) for tensor in tied)
+
+
+def _without_roles(found: list[Tensor], names: NameMap) -> list[Tensor]:
+    """The tensors; those of heads and routers by the checkpoint's names, as engines know them, are not chosen."""
+    theirs = [names.to_checkpoint(tensor.name) for tensor in found]
+
+    def stays(tensor: Tensor, name: str) -> bool:
+        layer = name.rpartition(".")[0]
+        return tensor.layer is None and (is_head(layer) or (tensor.op is None and is_router(layer, theirs)))
+
+    pairs = zip(found, theirs, strict=True)
+    return [dataclasses.replace(t, is_chosen=False) if t.is_chosen and stays(t, name) else t for t, name in pairs]
 
 
 def _tied_heads(found: list[Tensor], own: set[str], names: NameMap) -> list[Tensor]:

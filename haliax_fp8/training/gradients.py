@@ -23,7 +23,7 @@ from .._product.quantized_kernel import QuantizedKernel
 from .._state.op_state import OpState, OverwriteWithGradient, is_state
 from .._state.update import complete_states, record_states, records_of_part
 from ..layers.checks import require_calibrated
-from ..layers.describe import with_calls, with_calls_of
+from ..layers.describe import calls_of, with_calls, with_calls_of
 from ..memory.in_scans import recomputing_in_scans
 from .step_arguments import require_model_first
 
@@ -223,7 +223,7 @@ def with_complete_states[G](model: Any, gradients: G) -> G:
     flat = structure.flatten_up_to(gradients)
     indices = [i for i, leaf in enumerate(leaves) if _is_whole_table(leaf)]
     new = _replaced(flat, indices, complete_states([leaves[i] for i in indices], [flat[i] for i in indices]))
-    return with_calls_of(jax.tree.unflatten(structure, new), gradients)
+    return with_calls_of(jax.tree.unflatten(structure, new), calls_of(gradients))
 
 
 class _ValueAndGrad(eqx.Module):

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import equinox as eqx
-import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +21,7 @@ from .._numerics.checks import require_integer
 from .._numerics.formats import E4M3
 from .._numerics.rounding import hashed, random_bits
 from .._printing.printable import Printable, new_table
+from ..layers.roles import is_embedding
 from ..layers.walk import path_string
 
 
@@ -251,7 +251,6 @@ def _planned(
     start: Callable[[Any], Any], params: Any, min_size: int, where: Callable[[str, Any], bool] | None
 ) -> tuple[list[_Leaf], Any]:
     """What becomes of each array of the state that `start` makes, and the state's structure."""
-    is_embedding = lambda node: isinstance(node, hnn.Embedding | eqx.nn.Embedding)
     nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_embedding)[0]
     embeddings = tuple(path for path, node in nodes if is_embedding(node))
     parameters = {tuple(path): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}

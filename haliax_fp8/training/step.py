@@ -22,11 +22,12 @@ from ..layers.checks import (
     check_not_modified,
     require_calibrated,
     require_model,
+    require_whole_model,
     require_whole_state,
     tables_on_host,
 )
 from ..layers.config import Fp8Config, default_rules
-from ..layers.describe import describe, recipes_of
+from ..layers.describe import Calls, calls_of, describe, recipes_of, with_calls_of
 from ..layers.quantized_kernels import quantize_kernels, require_no_quantized_kernels
 from ..layers.rule import LayerRule
 from ..layers.served import require_weights
@@ -156,7 +157,7 @@ class TrainStep(eqx.Module):
                 was changed or is in another part, or it has quantized kernels; or if `parameter_rounding` is stochastic
                 and it has no parameters in bfloat16, or some in float16.
         """
-        require_model(model, "step.init(model)")
+        require_whole_model(model, "step.init(model)")
         require_weights(model, "model", "Train the model that it was made from")
         if _logger.isEnabledFor(logging.INFO) and not is_op(model):
             _logger.info(describe(model).summary)
@@ -272,11 +273,15 @@ class TrainStep(eqx.Module):
         due = self.monitor if self.monitor is not None and self.monitor.is_due(int(opt_state.steps)) else None
         try:
             step = self._without_monitor if due is None else self
-            new, new_structure, metrics, measured = compiled((step, inputs), leaves, structure)
+            new, new_optimizer, calls, metrics, measured = compiled((step, inputs), leaves, structure)
         except RuntimeError as error:
             require_not_deleted(error, model=model, opt_state=opt_state, batch=batch)
             raise
-        model, optimizer_state = jax.tree.unflatten(new_structure, new)
+        # What is static in a compiled step is that of the first model: a model's reasons are those that it came with.
+        of_model, _ = structure.children()
+        count = of_model.num_leaves
+        model = with_calls_of(jax.tree.unflatten(of_model, new[:count]), calls)
+        optimizer_state = jax.tree.unflatten(new_optimizer, new[count:])
         if due is not None:
             metrics = metrics | due.metrics(measured, due.prefix)
         is_counted = isinstance(opt_state, CountedState)
@@ -328,8 +333,13 @@ def _checked_ops(structure: Any) -> _Ops:
 
 def _run(
     not_donated: tuple[TrainStep, StepInput], leaves: list[Any], structure: Any
-) -> tuple[list[Any], Any, Metrics, Any]:
-    """One step. Model and optimizer state are flat: Equinox would flatten and rebuild the trees several times."""
+) -> tuple[list[Any], Any, Calls, Metrics, Any]:
+    """One step. Model and optimizer state are flat: Equinox would flatten and rebuild the trees several times.
+
+    Returns:
+        The leaves of the new model and optimizer state, the structure of the latter, what is known of calls, metrics,
+        and the monitor's measurements.
+    """
     step, inputs = not_donated
     model, opt_state = jax.tree.unflatten(structure, leaves)
     batch_gradients, measured = _gradients(step, inputs, model)
@@ -346,7 +356,8 @@ def _run(
         metrics["aux"] = batch_gradients.aux
     key = inputs.key if step.parameter_rounding.needs_key else None
     model = apply_exact_updates(model, updates, batch_gradients.overwrites, key)
-    return *jax.tree.flatten((model, opt_state)), metrics, measured
+    leaves, of_optimizer = jax.tree.flatten(opt_state)
+    return [*jax.tree.leaves(model), *leaves], of_optimizer, calls_of(batch_gradients.overwrites), metrics, measured
 
 
 def _output_grad_amax_ratio(model: Any, overwrites: Any) -> Metrics:

@@ -28,7 +28,7 @@ from ..layers.checks import (
     require_whole_state,
     table_on_host,
 )
-from ..layers.describe import with_calls_of
+from ..layers.describe import calls_of, with_calls_of
 from ..layers.quantized_kernels import require_no_quantized_kernels, without_quantized_kernels
 from .quantized_state import with_moments_of
 
@@ -189,7 +189,8 @@ def _applied(
         raise
     states = new_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
     fill = lambda node: states[node.index] if isinstance(node, _Pending) else node
-    return with_calls_of(jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending)), overwrites)
+    filled = jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending))
+    return with_calls_of(filled, calls_of(overwrites))
 
 
 def _require_range(name: str, state: OpState, overwrite: OpState) -> None:

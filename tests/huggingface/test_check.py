@@ -291,7 +291,12 @@ BROKEN = {
     ),
     "router not ignored": (
         "FP8_DYNAMIC",
-        lambda t, c: t.update({"model.layers.0.mlp.gate.weight": np.ones((4, HIDDEN), ml_dtypes.bfloat16)}),
+        lambda t, c: t.update(
+            {
+                "model.layers.0.mlp.gate.weight": np.ones((4, HIDDEN), ml_dtypes.bfloat16),
+                "model.layers.0.mlp.experts.norm.weight": np.ones(HIDDEN, ml_dtypes.bfloat16),
+            }
+        ),
         "model.layers.0.mlp.gate.weight",
         "router",
     ),

@@ -63,6 +63,23 @@ def test_so_it_is_in_a_scan_over_layers():
         jax.grad(lambda w: loss_fn(eqx.tree_at(lambda m: m.layers.weight, model, w)))(model.layers.weight)
 
 
+def test_every_cause_is_named():
+    """State in the frozen part; a conversion inside the loss; an op that each call makes."""
+
+    def converts(model):
+        return loss_fn(fp8.fp8_linear_layers(model))
+
+    def makes_an_op(model):
+        op = fp8.Fp8DotGeneral.init()
+        return jnp.sum(op(X, model.layers[0].weight, (((1,), (1,)), ((), ()))))
+
+    for loss in (converts, makes_an_op):
+        with pytest.warns(UserWarning, match=WARNING) as caught:
+            eqx.filter_grad(loss)(PLAIN)
+        for cause in ("inside the loss: convert it once", "inside __call__: make it a field", "eqx.partition"):
+            assert cause in str(caught[0].message)
+
+
 def test_what_is_right_is_silent():
     trained, frozen = eqx.partition(MODEL, spec_of(MODEL, with_state=True))
     base = fp8.fp8_linear_layers(PLAIN, recipe="rowwise")
