@@ -62,7 +62,7 @@ def require_model(model: Any, call: str, name: str = "model") -> None:
 def require_whole_model(model: Any, call: str, name: str = "model") -> None:
     """Like `require_model`, and raises if a tree has the layers of a model but is none: moments, or gradients.
 
-    Gradients are known by state that was split from them, or by arrays for whole numbers, which have no gradient.
+    Gradients are known by the FP8 state that was split from them, or by JAX's gradients of whole numbers.
 
     Args:
         model: As in `require_tree`.
@@ -73,8 +73,8 @@ def require_whole_model(model: Any, call: str, name: str = "model") -> None:
     nodes = jax.tree.leaves(model, is_leaf=lambda node: _is_state_of_optimizer(node) or is_op(node))
     if states := [type(node).__name__ for node in nodes if _is_state_of_optimizer(node)]:
         raise ValueError(
-            f"{name} is or holds an optimizer's state, {states[0]}, whose moments have the layers of the model: give "
-            f"the model alone, {call}"
+            f"{name} is or holds an optimizer's state, {states[0]}, whose moments are no layers: give the model alone, "
+            f"{call}"
         )
     without_state = any(is_op(node) and node.state is None and node.recipe.is_stateful for node in nodes)
     if without_state or any(getattr(node, "dtype", None) == jax.dtypes.float0 for node in nodes):
