@@ -48,6 +48,7 @@ from .monitor import CountedState, Monitor, counted
 from .step_arguments import (
     require_call,
     require_choices,
+    require_labels_not_called,
     require_loss_and_optimizer,
     require_not_deleted,
     require_order,
@@ -154,7 +155,8 @@ class TrainStep(eqx.Module):
         Raises:
             ValueError: If a step could not train the model: it was made by `serving.quantize_for_inference`, its state
                 was changed or is in another part, or it has quantized kernels; or if `parameter_rounding` is stochastic
-                and it has no parameters in bfloat16, or some in float16.
+                and it has no parameters in bfloat16, or some in float16; or if the optimizer has a tree of labels
+                that Optax calls, because it is a model.
         """
         require_model(model, "step.init(model)")
         require_weights(model, "model", "Train the model that it was made from")
@@ -167,7 +169,11 @@ class TrainStep(eqx.Module):
             require_bfloat16(model, "model", f"{self._given_rounding} is for bfloat16 parameters")
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
-        opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
+        try:
+            opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
+        except Exception as error:
+            require_labels_not_called(error)
+            raise
         return opt_state if self.monitor is None else counted(opt_state)
 
     def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
