@@ -70,7 +70,8 @@ def _in_one_program[T](gradients_of: Callable[..., T], *args: Any, **kwargs: Any
 
 _NAN = (
     "jax_debug_nans or jax_debug_infs found a NaN or an infinity in the gradient, but cannot locate it, because "
-    "gradients with FP8 state cannot run operation by operation. Look for it in restore_linear_layers(model)"
+    "gradients with FP8 state cannot run operation by operation. Look for it in restore_linear_layers(model). If it "
+    "has none, it is the -inf of a state that the loss does not reach: call apply_updates in the same jit"
 )
 
 

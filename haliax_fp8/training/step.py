@@ -34,7 +34,7 @@ from ..layers.walk import all_ops, is_op
 from ..recipes.compiler_options import log_cost_of_flags, training_options
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import DelayedScaling
-from .calibration import recorded, require_recorded, require_usable
+from .calibration import recorded, require_recorded, require_usable, with_next_states
 from .microbatches import (
     BatchGradients,
     KernelQuantization,
@@ -378,8 +378,8 @@ def _step(donate: bool, options: tuple[tuple[str, bool], ...]) -> Callable[..., 
 
 @eqx.filter_jit
 def _overwrites(not_donated: tuple[TrainStep, StepInput], model: Any) -> Any:
-    """The part of a step's gradients that replaces state."""
-    return _gradients(*not_donated, model)[0].overwrites
+    """The part of a step's gradients that replaces state, with the states of the next step."""
+    return with_next_states(model, _gradients(*not_donated, model)[0].overwrites)
 
 
 def _gradients(step: TrainStep, inputs: StepInput, model: Any) -> tuple[BatchGradients, Any]:

@@ -96,8 +96,7 @@ class Model(eqx.Module):
 
 def loss_fn(model, *batch):
     """Its gradients with respect to the outputs are at random, so that those of weights have full rank."""
-    keys = map(jax.random.key, range(9))
-    return sum(jnp.sum(y * jax.random.normal(key, y.shape)) for key, y in zip(keys, model(*batch)))
+    return sum(jnp.sum(y * jax.random.normal(jax.random.key(i), y.shape)) for i, y in enumerate(model(*batch)))
 
 
 def matrices(model):
