@@ -38,8 +38,7 @@ def require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
             f"loss_fn is a {type(loss_fn).__name__}, a model; use TrainStep(loss_fn, optimizer), with a function that "
             "is called as loss_fn(model, *batch), and give the model to each step"
         )
-    if not callable(loss_fn):
-        raise ValueError(f"loss_fn={loss_fn!r} is not a function; give one that is called as loss_fn(model, *batch)")
+    require_function(loss_fn)
     if optimizer is None:
         raise ValueError("optimizer is missing; use one from optax: TrainStep(loss_fn, optax.adamw(1e-3))")
     if not is_optimizer(optimizer):
@@ -47,6 +46,12 @@ def require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
         raise ValueError(
             f"optimizer={optimizer!r} is not an optimizer{called}; use one from optax, such as optax.adamw(1e-3)"
         )
+
+
+def require_function(loss_fn: Any) -> None:
+    """Raises a ValueError unless a loss is a function."""
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn={loss_fn!r} is not a function; give one that is called as loss_fn(model, *batch)")
 
 
 def require_model_first(model: Any, loss_fn: Any, call: str) -> None:
