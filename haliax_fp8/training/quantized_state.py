@@ -355,7 +355,8 @@ def _reduced(reduction: Callable[[Array], Array], state: QuantizedState, new: An
 
 
 def _largest(magnitude: Float32[Array, "*blocks block"]) -> Float32[Array, "*blocks"]:
-    return jnp.max(magnitude, axis=-1)
+    """As bits, in which NaN is larger than any number: some versions of XLA leave it out of a maximum on CPUs."""
+    return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(magnitude, jnp.uint32), axis=-1), jnp.float32)
 
 
 def _smallest(magnitude: Float32[Array, "*blocks block"]) -> Float32[Array, "*blocks"]:
