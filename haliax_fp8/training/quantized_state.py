@@ -147,7 +147,9 @@ def quantized_state(
         raise ValueError(f"optimizer={optimizer!r} of quantized_state is not an optimizer; use optax.adamw(1e-3)")
     require_integer("min_size", min_size, "quantized_state")
     if min_size < 0:
-        raise ValueError(f"min_size={min_size} of quantized_state is negative; 0 leaves no moment in float32 for its size")
+        raise ValueError(
+            f"min_size={min_size} of quantized_state is negative; 0 leaves no moment in float32 for its size"
+        )
     if where is not None and not callable(where):
         raise ValueError(f"where={where!r} of quantized_state must be a function of path and parameter, or None")
     inner = optax.with_extra_args_support(optimizer)
