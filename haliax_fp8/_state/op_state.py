@@ -123,7 +123,8 @@ class OpState(OverwriteWithGradient):
         table = to_float32(self.array)
         scale, guard = table[..., 0], table[..., -1]
         positive_or_one = jnp.where(scale <= 0.0, jnp.float32(1.0), scale)
-        return jnp.where(fit(scale, guard), positive_or_one, jnp.float32(jnp.nan))
+        # NumPy's NaN: one of JAX's would stop `jax_debug_nans` where no scale is NaN.
+        return jnp.where(fit(scale, guard), positive_or_one, np.float32(np.nan))
 
     @property
     def is_record(self) -> bool:

@@ -25,6 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float32
 
+from .._jax.errors import NotDifferentiable
 from .._jax.max_grad import is_max_grad, reduced_later, to_dtype_of, to_float32
 from .._jax.meshes import (
     as_varying,
@@ -167,7 +168,7 @@ def cotangent(measured: Float32[Array, "*ensemble length"], tangent: Any) -> Arr
     aval = tangent.aval
     # A record in float32 comes from a table, of which `_transpose` says the same.
     if is_max_grad(aval) and (axes := unchecked_axes()) and not set(axes) <= set(reduced_later(aval)):
-        raise ValueError(_unchecked(axes))
+        raise NotDifferentiable(_unchecked(axes))
     if axes := tuple(sorted(varying_axes(measured) - varying_axes(tangent))):
         measured = largest_over_devices(measured, axes)
     return to_dtype_of(as_varying(measured, (tangent,)), aval)
@@ -252,7 +253,7 @@ def _transpose(cotangent: Any, tangent: Any, table: Array, **static: Any) -> lis
     if type(cotangent) is ad.Zero:
         return [None, None]
     if axes := unchecked_axes():
-        raise ValueError(_unchecked(axes))
+        raise NotDifferentiable(_unchecked(axes))
     return [to_dtype_of(next_table_p.bind(to_float32(table), cotangent, **static), tangent.aval), None]
 
 

@@ -164,6 +164,30 @@ class Kernel:
         stack = stack if leading[len(leading) - len(sizes) :] == sizes else ()
         return leading[: len(leading) - len(stack)], stack
 
+    def matrix_axes(self, stack: tuple[hax.Axis, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The axes of the weight's array that fprop sums over, and those of the outputs; None if they are unknown.
+
+        Axes of stacks, ensembles and experts are neither. Those of a square matrix may be exchanged.
+
+        Args:
+            stack: The axes of the stacks that the layer is in.
+        """
+        members, stack = self.members_and_stack(stack)
+        if isinstance(self.weight, hax.NamedArray):
+            names = self.weight.axis_names
+            parts = [None if x is None or isinstance(x, int | str) else axes_of(x) for x in (self.In, self.Out)]
+            inputs, outputs = (x and tuple(len(members) + names.index(axis.name) for axis in x) for x in parts)
+            return None if inputs is None or outputs is None else (inputs, outputs)
+        leading = len(members) + len(stack)
+        shape, inputs = self._array.shape[leading:], self.contracted
+        if inputs is None and len(shape) == 2 and self.In is not None and self.Out is not None:
+            sizes = count(self.In), count(self.Out)
+            inputs = (0,) if shape == sizes else (1,) if shape[::-1] == sizes else None
+        if inputs is None:
+            return None
+        outputs = (axis for axis in range(len(shape)) if axis not in inputs)
+        return tuple(leading + axis for axis in inputs), tuple(leading + axis for axis in outputs)
+
 
 def axes_of(spec: hax.AxisSpec) -> tuple[hax.Axis, ...]:
     """The axes of a specification, which may be a single one."""

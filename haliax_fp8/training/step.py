@@ -35,7 +35,7 @@ from ..layers.walk import all_ops, is_op
 from ..recipes.compiler_options import log_cost_of_flags, training_options
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import DelayedScaling
-from .calibration import recorded, require_recorded, require_usable
+from .calibration import recorded, require_recorded, require_usable, with_next_states
 from .microbatches import (
     BatchGradients,
     KernelQuantization,
@@ -49,6 +49,7 @@ from .monitor import CountedState, Monitor, counted
 from .step_arguments import (
     require_call,
     require_choices,
+    require_labels_not_called,
     require_loss_and_optimizer,
     require_not_deleted,
     require_order,
@@ -155,7 +156,8 @@ class TrainStep(eqx.Module):
         Raises:
             ValueError: If a step could not train the model: it was made by `serving.quantize_for_inference`, its state
                 was changed or is in another part, or it has quantized kernels; or if `parameter_rounding` is stochastic
-                and it has no parameters in bfloat16, or some in float16.
+                and it has no parameters in bfloat16, or some in float16; or if the optimizer has a tree of labels
+                that Optax calls, because it is a model.
         """
         require_whole_model(model, "step.init(model)")
         require_weights(model, "model", "Train the model that it was made from")
@@ -168,7 +170,11 @@ class TrainStep(eqx.Module):
             require_bfloat16(model, "model", f"{self._given_rounding} is for bfloat16 parameters")
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
-        opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
+        try:
+            opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
+        except Exception as error:
+            require_labels_not_called(error)
+            raise
         return opt_state if self.monitor is None else counted(opt_state)
 
     def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
@@ -383,8 +389,8 @@ def _step(donate: bool, options: tuple[tuple[str, bool], ...]) -> Callable[..., 
 
 @eqx.filter_jit
 def _overwrites(not_donated: tuple[TrainStep, StepInput], model: Any) -> Any:
-    """The part of a step's gradients that replaces state."""
-    return _gradients(*not_donated, model)[0].overwrites
+    """The part of a step's gradients that replaces state, with the states of the next step."""
+    return with_next_states(model, _gradients(*not_donated, model)[0].overwrites)
 
 
 def _gradients(step: TrainStep, inputs: StepInput, model: Any) -> tuple[BatchGradients, Any]:

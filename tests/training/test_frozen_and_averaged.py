@@ -131,7 +131,16 @@ def test_averages():
     # Inside a compiled step, and of plain models.
     target = eqx.filter_jit(incremental_update)(models[3], models[0], 0.25)
     np.testing.assert_allclose(target.layers[0].bias, 0.25 * models[3].layers[0].bias + 0.75 * models[0].layers[0].bias)
+    for step_size, end in ((0, models[0]), (jnp.float32(1.0), models[3])):
+        moved = incremental_update(models[3], models[0], step_size)
+        np.testing.assert_array_equal(moved.layers[0].weight, end.layers[0].weight)
     assert jax.tree.structure(incremental_update(PLAIN, PLAIN, 0.5)) == jax.tree.structure(PLAIN)
+
+
+@pytest.mark.parametrize("step_size", [2, -0.1, np.nan, np.inf, None, "0.5", True, jnp.float32(1.5)])
+def test_an_average_moves_by_a_share(step_size):
+    with pytest.raises(ValueError, match="step_size=.*from 0 to 1"):
+        incremental_update(MODEL, MODEL, step_size)
 
 
 def test_mistakes_in_averages():
