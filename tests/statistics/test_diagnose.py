@@ -128,6 +128,7 @@ def operand(layer, name, scaling, history=None, *, recipe=None, **numbers):
     """An operand that nothing is wrong with, but for the given numbers and the amaxes of its history."""
     recipe = Recipe.of(scaling) if recipe is None else recipe
     usual = {"amax": 1.0, "scale": 1.0 / getattr(recipe, name).format.max, "active": 1.0, "kurtosis": 3.0}
+    usual["wide_rows"] = 0.0
     numbers = {**usual, **dict.fromkeys(("saturation", "underflow", "error", "nonfinite"), 0.0), **numbers}
     past = None if history is None else History(np.asarray(history), numbers["scale"])
     return Operand(layer, (), name, numbers, past, recipe)
