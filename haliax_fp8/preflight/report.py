@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import RenderableType
@@ -38,6 +38,7 @@ class PreflightReport(Printable):
         flags: The flags that XLA got from the user.
         other: The step with the other setting of `xla_gpu_enable_triton_gemm`; None if not requested, or if it does not
             matter on the device.
+        dropped: The options of a `TrainStep` that the step calls inside a `jit` of its own, which XLA does not get.
     """
 
     device: CompilableDevice
@@ -46,6 +47,7 @@ class PreflightReport(Printable):
     baseline: Program | None = None
     flags: XlaFlags = XlaFlags()
     other: Program | None = None
+    dropped: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -104,7 +106,12 @@ class PreflightReport(Printable):
     @property
     def findings(self) -> tuple[str, ...]:
         """What a reader should know about the step, worst first."""
-        return findings(self.step, self.baseline, self.device)
+        found = findings(self.step, self.baseline, self.device)
+        if not self.dropped:
+            return found
+        lost = XlaFlags().with_options(self.dropped)
+        remedy = "call it outside of that, or pass compiler_options=step.compiler_options(model) to that"
+        return (f"a TrainStep inside another jit loses its option {lost}: {remedy}", *found)
 
     @property
     def caveats(self) -> tuple[str, ...]:
