@@ -99,7 +99,7 @@ def add_parsers(commands: Any) -> None:
         help="compile once more with the other setting of xla_gpu_enable_triton_gemm, and say what changes",
     )
     parser.add_argument(
-        "--all", action="store_true", help="list every product with formats and implementation, not a row per layer"
+        "--all", action="store_true", help="list every product with formats and implementation, not a row per layer; say what times assume"
     )
     parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
     demo = parser.add_argument_group("a model with published shapes instead of your own step")

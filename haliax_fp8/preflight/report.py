@@ -110,7 +110,7 @@ class PreflightReport(Printable):
         if not self.dropped:
             return found
         lost = XlaFlags().with_options(self.dropped)
-        remedy = "call it outside of that, or pass compiler_options=step.compiler_options(model) to that"
+        remedy = "call it outside, or give that jit compiler_options=step.compiler_options(model)"
         return (f"a TrainStep inside another jit loses its option {lost}: {remedy}", *found)
 
     @property
@@ -222,7 +222,7 @@ class PreflightReport(Printable):
         if share is None or share >= least:
             return []
         wide = [
-            f"  {found.kind} of {part.dtype}, {size(part.wire)}, {found.executions} times, in "
+            f"  {found.kind} of {part.dtype}, {size(part.wire)} each time, {found.executions} times, in "
             + (label(found.scope) or found.scope)
             for found in self.step.collectives
             for part in found.parts
@@ -262,7 +262,8 @@ class PreflightReport(Printable):
 
     @property
     def in_full(self) -> RenderableType:
-        """The report with a line or two for every product, for `rich.print`; the report itself has a row per layer."""
+        """The report with a line or two for every product, for `rich.print`, and what the estimate assumes; the report
+        itself has a row per layer."""
         return as_renderable(self._page, every_product=True)
 
 
@@ -292,7 +293,7 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
             for p in found.products
         ]
         fields["collectives"] = [
-            {**dataclasses.asdict(c), "wire": c.wire, "reduces_gradients": c.reduces_gradients}
+            {**dataclasses.asdict(c), "wire": c.wire, "sent": c.sent, "reduces_gradients": c.reduces_gradients}
             for c in found.collectives
         ]
         fields["others"] = {"count": found.others.count, "bytes": found.others.bytes, **fields["others"]}
