@@ -99,7 +99,9 @@ def add_parsers(commands: Any) -> None:
         help="compile once more with the other setting of xla_gpu_enable_triton_gemm, and say what changes",
     )
     parser.add_argument(
-        "--all", action="store_true", help="list every product with formats and implementation, not a row per layer; say what times assume"
+        "--all",
+        action="store_true",
+        help="list every product with formats and implementation, not a row per layer; say what times assume",
     )
     parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
     demo = parser.add_argument_group("a model with published shapes instead of your own step")
@@ -109,7 +111,9 @@ def add_parsers(commands: Any) -> None:
     demo.add_argument("--length", type=_positive, metavar="N", help="tokens in a sequence (default: at most 2048)")
     demo.add_argument("--blocks", choices=list(stackings), help="default: checkpointed")
     demo.add_argument("--recipe", metavar="NAME", help=f"default delayed; {', '.join(named)}, none")
-    demo.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="layers to leave in bf16 besides the head")
+    demo.add_argument(
+        "--exclude", action="append", default=[], metavar="PATTERN", help="layers to leave in bf16 besides the head"
+    )
     parser.set_defaults(run=functools.partial(_run, parser), explain=explain)
 
 

@@ -287,7 +287,12 @@ CHECKS: tuple[Check, ...] = (
             remedy,
         )
         for in_rows, few, advice, remedy in (
-            (True, "rows", "scales per row or block confine outliers: rowwise, deepseek or mxfp8", Remedy.SCALE_PER_ROW),
+            (
+                True,
+                "rows",
+                "scales per row or block confine outliers: rowwise, deepseek or mxfp8",
+                Remedy.SCALE_PER_ROW,
+            ),
             (
                 False,
                 "channels, in {wide_rows:.0%} of the rows,",

@@ -125,7 +125,11 @@ def outliers(all: list[Operand], thresholds: Thresholds, *, in_rows: bool) -> It
             continue  # The scale was made for other steps.
         if (operand["wide_rows"] <= thresholds.wide_rows) != in_rows:
             continue
-        seen = {"wide_rows": operand["wide_rows"], "kurtosis": operand["kurtosis"], "underflow_of_outliers": operand["underflow"]}
+        seen = {
+            "wide_rows": operand["wide_rows"],
+            "kurtosis": operand["kurtosis"],
+            "underflow_of_outliers": operand["underflow"],
+        }
         if operand["kurtosis"] > thresholds.kurtosis and operand["underflow"] > thresholds.underflow_of_outliers:
             yield Seen(operand, seen, limits)
 

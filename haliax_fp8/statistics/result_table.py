@@ -65,14 +65,18 @@ def verdict(operands: Iterable[Worst]) -> str:
         parts.append(f"{bad} {count} {'holds' if bad == 1 else 'hold'} NaN or infinities")
     if clipped:
         verb = "saturates" if len(clipped) == 1 else "saturate"
-        parts.append(f"{len(clipped)} {count} {verb} by more than {limits.saturation:.1%} (the worst {max(clipped):.1%})")
+        parts.append(
+            f"{len(clipped)} {count} {verb} by more than {limits.saturation:.1%} (the worst {max(clipped):.1%})"
+        )
     else:
         at_all = any(x.saturation > 0.0 for x in reached)
         parts.append("no operand saturates" + (f" by more than {limits.saturation:.1%}" if at_all else ""))
     if flushed:
         verb = "underflows" if len(flushed) == 1 else "underflow"
         of_all = "" if clipped or bad else f" {count}"
-        parts.append(f"{len(flushed)}{of_all} {verb} by more than {limits.underflow:.0%} (the worst {max(flushed):.1%})")
+        parts.append(
+            f"{len(flushed)}{of_all} {verb} by more than {limits.underflow:.0%} (the worst {max(flushed):.1%})"
+        )
     else:
         parts.append(f"none underflows by more than {limits.underflow:.0%}")
     if len(reached) < len(all):

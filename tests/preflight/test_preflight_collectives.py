@@ -117,7 +117,10 @@ def report_of_hand_written():
 def test_a_requirement_names_what_is_gathered_wide():
     report = report_of_hand_written()
     report.require(fp8_gathers=0.1)
-    with pytest.raises(PreflightError, match=r"fp8_gathers=1.0 is required, but 0.1111.*\n  all-gather of bf16, 14.3 kB each time, 1 times"):
+    with pytest.raises(
+        PreflightError,
+        match=r"fp8_gathers=1.0 is required, but 0.1111.*\n  all-gather of bf16, 14.3 kB each time, 1 times",
+    ):
         report.require(fp8_gathers=1.0)
     alone = PreflightReport(compilable_devices["h100"], {"data": 1}, report.step)
     with pytest.raises(ValueError, match="fp8_gathers=1.0 needs several devices"):
