@@ -337,7 +337,7 @@ def _checked_ops(structure: Any) -> _Ops:
     return _Ops(tuple(recipes_of(model)), tuple(position for position in tables if position is not None))
 
 
-def _run(
+def fp8_train_step(
     not_donated: tuple[TrainStep, StepInput], leaves: list[Any], structure: Any
 ) -> tuple[list[Any], Any, Calls, Metrics, Any]:
     """One step. Model and optimizer state are flat: Equinox would flatten and rebuild the trees several times.
@@ -384,7 +384,7 @@ def _step(donate: bool, options: tuple[tuple[str, bool], ...]) -> Callable[..., 
     """The compiled step. One for all instances, so that equal ones share compiled code."""
     # `jax.jit` accepts it, but Equinox's types do not declare it.
     for_jax: dict[str, Any] = {"compiler_options": dict(options)}
-    return eqx.filter_jit(_run, donate="all-except-first" if donate else "none", **for_jax)
+    return eqx.filter_jit(fp8_train_step, donate="all-except-first" if donate else "none", **for_jax)
 
 
 @eqx.filter_jit
