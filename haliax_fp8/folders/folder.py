@@ -6,9 +6,7 @@ import json
 import math
 import os
 import pathlib
-import shutil
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ from .._printing.progress import Watcher, progress_of
 from .checksums import FORMAT, checksum, index_metadata, read_index, text_checksum, to_json
 from .header import NAMES, Stored, read_header
 from .strict_json import BrokenCheckpoint, json_file
+from .unfinished import take_name, unfinished
 
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -195,7 +194,7 @@ type Group = tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]
 def new_folder(directory: str | os.PathLike[str], name: str = "directory") -> Iterator[pathlib.Path]:
     """A folder to write to, which takes its name when everything in it is complete.
 
-    Until then it lies beside, under another name, which begins with a dot; an error removes it.
+    Until then it lies beside, under another name, which begins with a dot: see `unfinished`.
 
     Args:
         directory: The folder, which must not exist, or be empty.
@@ -213,32 +212,16 @@ def new_folder(directory: str | os.PathLike[str], name: str = "directory") -> It
         raise ValueError(f"{given} ends with '..'; give the folder's own name")
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ValueError(f"{given} exists and is not empty; remove it or choose another")
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
-    except OSError as error:
-        raise ValueError(
-            f"{given} cannot be made in {str(final.parent)!r}: {error.strerror}; choose a writable folder"
-        ) from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            temporary = stack.enter_context(unfinished(final, is_folder=True))
+        except OSError as error:
+            raise ValueError(
+                f"{given} cannot be made in {str(final.parent)!r}: {error.strerror}; choose a writable folder"
+            ) from error
         yield temporary
-        temporary.chmod(0o755)
-        for path in (*temporary.iterdir(), temporary):
-            _to_disk(path)
-        temporary.replace(final)
-        _to_disk(final.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _to_disk(path: pathlib.Path) -> None:
-    """Waits until a file, or the names in a folder, would survive a crash."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        take_name(temporary, final)
 
 
 def write_tensors(folder: pathlib.Path, groups: Sequence[Group], limit: int, progress: Watcher | None = None) -> None:
