@@ -30,8 +30,8 @@ def save(
 
     The file is written under another name, flushed to the disk and renamed, so a save that is interrupted leaves the
     file that was there. If the process was killed, its unfinished file stays until the next save of that name removes
-    it, and SIGTERM leaves none. `load_into` reads the file into models of another recipe, history length or layout, and compares what it reads
-    with checksums.
+    it; SIGTERM leaves none. `load_into` reads the file into models of another recipe, history length or layout, and
+    compares what it reads with checksums.
 
     Args:
         path: The file; `.safetensors` is added if the name has no suffix.

@@ -70,15 +70,15 @@ class TensorFolder:
         if not folder.is_dir():
             problem = "it is not a folder; give the one that holds config.json, on this machine"
             raise BrokenCheckpoint(os.fspath(directory), problem)
-        config = json_file(_inside(folder, CONFIG, "a checkpoint has it beside its tensors", follow_links))
+        config = json_file(file_inside(folder, CONFIG, "a checkpoint has it beside its tensors", follow_links))
         listed = None
         if os.path.lexists(folder / INDEX):
-            listed = _weight_map(json_file(_inside(folder, INDEX, "", follow_links)))
+            listed = _weight_map(json_file(file_inside(folder, INDEX, "", follow_links)))
             remedy = f"{INDEX} names it; copy it too"
-            paths = [_inside(folder, file, remedy, follow_links) for file in dict.fromkeys(listed.values())]
+            paths = [file_inside(folder, file, remedy, follow_links) for file in dict.fromkeys(listed.values())]
         else:
             remedy = f"a checkpoint is this file, or those that {INDEX} lists; pickled weights are never read"
-            paths = [_inside(folder, SINGLE, remedy, follow_links)]
+            paths = [file_inside(folder, SINGLE, remedy, follow_links)]
         tensors, checksums, of_index = _tensors(paths, listed)
         if listed is not None and of_index - {text_checksum((folder / INDEX).read_bytes())}:
             raise BrokenCheckpoint(INDEX, "it has changed since it was written; copy it again")
@@ -95,7 +95,7 @@ class TensorFolder:
         """
         if not os.path.lexists(self.directory / name):
             return None
-        return json_file(_inside(self.directory, name, "", self.follow_links))
+        return json_file(file_inside(self.directory, name, "", self.follow_links))
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A tensor, mapped: its bytes are read as they are used.
@@ -149,8 +149,18 @@ def _tensors(
     return tensors, checksums, of_index
 
 
-def _inside(folder: pathlib.Path, name: str, remedy: str, follow_links: bool) -> pathlib.Path:
-    """A file of a folder, which may not lie elsewhere."""
+def file_inside(folder: pathlib.Path, name: str, remedy: str, follow_links: bool) -> pathlib.Path:
+    """A file of a folder.
+
+    Args:
+        folder: The folder.
+        name: The file.
+        remedy: What to do if it is missing.
+        follow_links: Whether it may be a link that leads out of the folder.
+
+    Raises:
+        BrokenCheckpoint: If it is missing, lies elsewhere, or is not a file.
+    """
     if name in ("", ".", "..") or "\0" in name or pathlib.PurePath(name).name != name or "\\" in name:
         raise BrokenCheckpoint(INDEX, f"it names the file {name!r}, which would lie outside of the folder")
     path = folder / name

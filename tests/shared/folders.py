@@ -235,9 +235,10 @@ def file_of(tensors, header=None):
 
 
 def write(folder, tensors, config, shards=None):
-    """A folder; with an index if `shards` maps files to names."""
+    """A folder, and a file like a tokenizer's; with an index if `shards` maps files to names."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
     if shards is None:
         (folder / "model.safetensors").write_bytes(file_of(tensors))
         return folder
