@@ -1,6 +1,5 @@
 """Exports: the numbers of training under the names of engines, in every layout, and back."""
 
-import collections
 import dataclasses
 import functools
 import json
@@ -23,6 +22,7 @@ from haliax.state_dict import to_torch_compatible_state_dict
 from helpers import rounded_up
 
 from haliax_fp8 import Fp8Config, Recipe, calibrate, fp8_linear_layers
+from haliax_fp8.folders.beside import write_config
 from haliax_fp8.folders.configuration import layout_of
 from haliax_fp8.folders.layout import Inputs, Layout, named as layouts
 from haliax_fp8.huggingface import (
