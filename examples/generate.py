@@ -30,11 +30,12 @@ def generate(
         count: How many tokens to add at most. If the text gets longer than the model reads, its oldest tokens drop out.
         temperature: Divides the logits; 0 picks the likeliest token.
         stop: Tokens that end the text, such as `eos_token_id` of the folder; the last token is one of them then.
-        key: The random key for sampling.
+        key: The random key for sampling; by default the same at each call.
 
     Returns:
         The added tokens.
     """
+    key = jax.random.key(0) if key is None else key
     tokens, written = _loop(model, prompt, key, count, temperature, tuple(stop))
     return np.asarray(tokens)[: int(written)]
 
@@ -52,8 +53,8 @@ def _loop(model, prompt, key, count, temperature, stop):
     def add_token(state):
         window, length, tokens, written = state
         logits = model(hax.named(window, Position)).array[length - 1].astype(jnp.float32)
-        random = jax.random.fold_in(key, written) if temperature else None
-        token = jax.random.categorical(random, logits / temperature) if temperature else jnp.argmax(logits)
+        draw = lambda: jax.random.categorical(jax.random.fold_in(key, written), logits / temperature)
+        token = draw() if temperature else jnp.argmax(logits)
         window = jnp.where(length == Position.size, jnp.roll(window, -1), window)
         length = jnp.minimum(length, Position.size - 1)
         return window.at[length].set(token.astype(jnp.int32)), length + 1, tokens.at[written].set(token), written + 1

@@ -355,6 +355,10 @@ def test_greedy_sample_is_the_likeliest_continuation():
         padded = jnp.zeros(config.max_length, jnp.int32).at[: len(window)].set(jnp.array(window))
         written.append(int(jnp.argmax(logits(model, hax.named(padded, "position"))[len(window) - 1])))
     assert got == written[3:]
+    # Sampled nearly without chance; and by chance.
+    assert generate(model, prompt, count=14, temperature=1e-5, key=jax.random.key(1)).tolist() == got
+    drawn = [generate(model, prompt, count=14, temperature=1.0, key=jax.random.key(i)).tolist() for i in range(2)]
+    assert got != drawn[0] != drawn[1]
     # The text ends with the first of the tokens that end it, wherever it comes, and in the prompt none does.
     for end in (got[0], got[4]):
         assert generate(model, prompt, count=14, stop=(1, end)).tolist() == got[: got.index(end) + 1]
