@@ -10,6 +10,7 @@ import numpy as np
 
 from .._printing.progress import Watcher, progress_of
 from .._tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_linear, is_norm, is_router, is_table
+from .beside import has_tied_head
 from .codes import Codes, count_codes, looked_through
 from .configuration import presented, read_layout
 from .folder import CONFIG, TensorFolder
@@ -430,7 +431,7 @@ class Checked:
                 )
         yield from self._of_targets(layout)
         for entry in layout.ignore:
-            tied = self.folder.config.get("tie_word_embeddings") and is_head(entry)
+            tied = is_head(entry) and has_tied_head(self.folder.config, self.layers)
             if not (tied or self._matched("ignore", [entry])):
                 kind = "matches" if entry.startswith(REGEX) else "is the name of"
                 problem = f"{entry!r:.80} {kind} no layer of the checkpoint"

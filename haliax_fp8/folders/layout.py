@@ -24,6 +24,7 @@ EXPONENTS = (np.dtype(np.uint8), E8M0)
 # Names of a layer's scales, the usual one first; and those of what attention caches.
 WEIGHT_SCALES, INPUT_SCALES = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
 SCALES = (*WEIGHT_SCALES, *INPUT_SCALES)
+INPUT_BOUND = "input_scale_ub"  # fbgemm_fp8's, which the configuration has too
 CACHE_SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale")
 
 KEY, MODELOPT = "quantization_config", "hf_quant_config.json"
@@ -44,19 +45,22 @@ class Inputs:
         dynamic: Whether engines compute the scales as they run; otherwise each layer has one.
         size: The elements of a group.
         format: Their format: E4M3 or E2M1.
+        bound: The largest amax that makes a scale, so that larger elements are clipped; None for any.
     """
 
     strategy: str
     dynamic: bool = True
     size: int = 0
     format: formats.Format = formats.E4M3
+    bound: float | None = None
 
     def __str__(self) -> str:
         what = {"tensor": "a scale for all", "token": "a scale for each token"}
         each = what.get(self.strategy, f"a scale for {self.size} elements")
         if self.strategy == "group" and not self.dynamic:  # NVFP4
             return f"{each}, dynamic, and one for all, static"
-        return f"{each}, {'dynamic' if self.dynamic else 'static'}"
+        clipped = "" if self.bound is None else f", clipped at {self.bound:g}"
+        return f"{each}, {'dynamic' if self.dynamic else 'static'}{clipped}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from .._product.arguments import floating_dtype
 from .._tensor_names import JOINED
 from ..folders.checked import Checked, Fault
 from ..folders.folder import TensorFolder, require_folder_name
-from ..folders.layout import CACHE_SCALES, SCALES, Inputs
+from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES, Inputs
 from ..folders.scaled_matrix import ScaledMatrix
 from ..folders.tensors import Tensor, Values, tensors_in, with_each_expert
 from ..layers.checks import require_layers
@@ -295,8 +295,8 @@ def _with(layer: Any, changes: dict[str, Any]) -> Any:
 
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens.weight"
 
-# What a model need not have: tables that follow from the configuration, and scales of caches.
-_DERIVED = ("rotary_emb.inv_freq", *(f".{name}" for name in CACHE_SCALES))
+# What a model need not have: tables and bounds that follow from the configuration, and scales of caches.
+_DERIVED = ("rotary_emb.inv_freq", *(f".{name}" for name in (INPUT_BOUND, *CACHE_SCALES)))
 
 
 @dataclasses.dataclass(frozen=True)
