@@ -347,7 +347,7 @@ class Rope(Group):
         kinds: Kinds of scaling that the family has.
         renamed: Kinds of scaling by older names.
         more: Keys of the same object that have a meaning of their own in this family.
-        without_effect: Keys of the same object that have none.
+        without_effect: Keys of the same object that have none, and what is written for them beside a scaling.
     """
 
     theta: float = 10_000.0
@@ -356,7 +356,7 @@ class Rope(Group):
     kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     more: tuple[str, ...] = ()
-    without_effect: tuple[str, ...] = ()
+    without_effect: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
 
     def read(self, keys: Keys, fields: Fields) -> Fields:
         settings: dict[str, Any] = {}
@@ -433,6 +433,7 @@ class Rope(Group):
         plain = lambda rope: {key: list(x) if isinstance(x, tuple) else x for key, x in rope.items()}
         rope, local = plain(fields["rope"]), fields["local_rope"]
         theta, is_scaled = rope["rope_theta"], len(rope) > 2
+        rope |= {key: value for key, value in self.without_effect.items() if is_scaled and value is not None}
         partial = {} if self.partial is None else {"partial_rotary_factor": fields["partial_rotary_factor"]}
         # Older versions of transformers read the first two keys, newer ones the third.
         written = {"rope_theta": theta}

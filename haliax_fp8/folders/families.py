@@ -405,7 +405,7 @@ FAMILIES: Mapping[str, Family] = {
                 1e6,
                 kinds=("yarn",),
                 more=("llama_4_scaling_beta",),
-                without_effect=("max_position_embeddings",),
+                without_effect={"max_position_embeddings": None},
             ),
             Windows(),
         ),
@@ -438,7 +438,7 @@ FAMILIES: Mapping[str, Family] = {
         (
             Rope(
                 kinds=("default", "dynamic"),
-                without_effect=("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"),
+                without_effect={"beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
             ),
             _ATTENTION_BIAS,
             *(Only("use_qk_norm", True), Only("use_cla", False), Only("mlp_bias", False), Only("norm_type", "rms")),

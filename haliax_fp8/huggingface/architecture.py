@@ -174,10 +174,15 @@ def _described(fields: Fields) -> str:
     for model_type, family in FAMILIES.items():
         if family.checked_only or (fields["experts"] is None) == (family.fixed.get("feed_forward") == "experts"):
             continue
-        read = family.fields(family.config(fields), has_head=not fields["tied_head"])
+        try:
+            read = family.fields(family.config(fields), has_head=not fields["tied_head"])
+        except ValueError:
+            continue  # It has no such value, for example another kind of RoPE.
         differing[model_type] = [name for name, value in fields.items() if _differ(name, read[name], value)]
         if not differing[model_type]:
             return model_type
+    if not differing:
+        raise ValueError(f"model has values that no family has: {fields!r:.400}")
     nearest = min(differing, key=lambda name: len(differing[name]))
     values = ", ".join(f"{name}={fields[name]!r:.80}" for name in differing[nearest])
     raise ValueError(
