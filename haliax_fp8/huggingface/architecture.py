@@ -55,7 +55,7 @@ def transformer_of(folder: TensorFolder, without_effect: tuple[str, ...] = ()) -
     Raises:
         ValueError: If its architecture, or a key of `config.json`, is not supported; names the key.
     """
-    model_type = folder.config.get("model_type")
+    model_type = str(folder.config.get("model_type"))
     known = [name for name, family in FAMILIES.items() if not family.checked_only]
     if model_type not in known:
         reason = f": {FAMILIES[model_type].checked_only}" if model_type in FAMILIES else ""
@@ -234,26 +234,26 @@ def _rope_fields(config: TransformerConfig) -> Fields:
     rotated = [(rope, window) for rope, window in zip(ropes, windows, strict=True) if rope.theta is not None]
     usual = {rope for rope, window in rotated if window is None}
     local = {rope for rope, window in rotated if window is not None}
-    usual = usual or local
+    usual = usual or set(local)
     if max(len(usual), len(local)) > 1:
         raise ValueError(
             f"model has ropes={config.ropes!r:.120}, which no config.json says: layers with a window have to have the "
             "same, and those without"
         )
-    written = _rope_settings(*usual, config)
+    written = _rope_settings(usual.pop())
     if config.query_growth is not None:
         if not isinstance(config.query_growth, QueryGrowth):
             raise ValueError(f"model has query_growth={config.query_growth!r:.60}, which is no QueryGrowth; use that")
         written["llama_4_scaling_beta"] = config.query_growth.beta
         written.setdefault("original_max_position_embeddings", config.query_growth.original_length)
     fields: Fields = {"rope": written}
-    if local - usual:
-        fields["local_rope"] = _rope_settings(*local, config)
+    if local and (of_windows := _rope_settings(local.pop())) != written:
+        fields["local_rope"] = of_windows
     without = tuple(rope.theta is None for rope in ropes)
     return fields | ({"without_rope": without} if any(without) else {})
 
 
-def _rope_settings(rope: Rope, config: TransformerConfig) -> dict[str, Any]:
+def _rope_settings(rope: Rope) -> dict[str, Any]:
     """As a row reads it, with all keys of its kind that have a value."""
     settings: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     original = "original_max_position_embeddings"

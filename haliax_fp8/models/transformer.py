@@ -104,7 +104,7 @@ class OffsetRmsNorm(hnn.RmsNorm):
 def offset_rms_norm(config: "TransformerConfig", Width: AxisSpec | None = None) -> Norm:
     """Gemma's RMSNorm, whose weight begins at 0."""
     norm = rms_norm(config, Width)
-    return OffsetRmsNorm(norm.axis, hax.zeros_like(norm.weight), None, norm.eps, norm.dtype)
+    return OffsetRmsNorm(norm.axis, hax.zeros(norm.axis), None, norm.eps, norm.dtype)
 
 
 class Attention(eqx.Module):
