@@ -43,7 +43,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import haliax_fp8 as fp8  # noqa: E402
 from haliax_fp8.models import Transformer, TransformerConfig  # noqa: E402
-from haliax_fp8.models.transformer import rotate  # noqa: E402
+from haliax_fp8.models.rotary import rotate  # noqa: E402
 from haliax_fp8.training import quantized_state  # noqa: E402
 
 

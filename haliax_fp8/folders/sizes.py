@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .._tensor_names import WEIGHT
+from .._tensor_names import JOINED, WEIGHT
+from .families import FAMILIES, Family
 from .folder import CONFIG, TensorFolder
 from .layout import FLOATS
 
@@ -13,16 +14,10 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size"),
 )
-# Model types whose layers have the shapes below.
-_LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _BLOCK = re.compile(r"^(.*\blayers)\.(\d+)\.")
 
 # What models are stored and computed in.
 _DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float", "float64", "double")
-
-# What a block needs, each in one of several ways.
-_ATTENTION = ((("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), (("o_proj",),))
-_MLP = ((("gate_proj", "up_proj"), ("gate_up_proj",)), (("down_proj",),))
 
 
 def size_faults(folder: TensorFolder, *, plain_only: bool = False) -> Iterator[tuple[str, str, str, str]]:
@@ -43,14 +38,15 @@ def size_faults(folder: TensorFolder, *, plain_only: bool = False) -> Iterator[t
             yield CONFIG, name, f"it is {value!r:.40}, which is not a dtype of models", "write 'bfloat16', for example"
     if not wrong:
         yield from _blocks(folder)
-        if multiplies_by_norms(folder):
-            yield from _shapes(folder, plain_only)
-            yield from () if plain_only else _missing(folder)
+        if (family := FAMILIES.get(str(folder.config.get("model_type")))) is not None:
+            yield from _shapes(folder, family, plain_only)
+            yield from () if plain_only else _missing(folder, family)
 
 
 def multiplies_by_norms(folder: TensorFolder) -> bool:
-    """Whether a model is like Llama: its layers have the usual names and shapes, and a norm's weight multiplies."""
-    return folder.config.get("model_type") in _LLAMA_LIKE
+    """Whether a model is known, and a norm's weight multiplies."""
+    family = FAMILIES.get(str(folder.config.get("model_type")))
+    return family is not None and family.norms_multiply
 
 
 def _is_size(value: Any) -> bool:
@@ -74,9 +70,10 @@ def _blocks(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
         yield CONFIG, key, f"it is {count}, and there are tensors of {prefix}.{surplus[0]}", remedy
 
 
-def _shapes(folder: TensorFolder, plain_only: bool) -> Iterator[tuple[str, str, str, str]]:
+def _shapes(folder: TensorFolder, family: Family, plain_only: bool) -> Iterator[tuple[str, str, str, str]]:
     for name, stored in folder.tensors.items():
-        expected = None if plain_only and stored.dtype not in FLOATS else _shape(name, folder.config)
+        is_looked_at = name.endswith(WEIGHT) and not (plain_only and stored.dtype not in FLOATS)
+        expected = family.shape(name.removesuffix(WEIGHT), folder.config) if is_looked_at else None
         if expected is not None and stored.shape != expected:
             is_transposed = stored.shape == expected[::-1]
             hint = "; it is transposed: weights are [out, in]" if is_transposed else ""
@@ -85,39 +82,18 @@ def _shapes(folder: TensorFolder, plain_only: bool) -> Iterator[tuple[str, str, 
             yield stored.file.name, stored.name, problem, remedy
 
 
-def _missing(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
+def _missing(folder: TensorFolder, family: Family) -> Iterator[tuple[str, str, str, str]]:
     config, tensors = folder.config, folder.tensors
+    joined = {part: whole for whole, parts in JOINED.items() for part in parts}
     for block in sorted({match[0] for match in map(_BLOCK.match, tensors) if match}):
-        mlp = f"{block}mlp.", f"{block}block_sparse_moe."
-        has_experts = any(".experts." in name for name in tensors if name.startswith(mlp))
-        for parent, parts in ((f"{block}self_attn.", _ATTENTION), (mlp[0], () if has_experts else _MLP)):
-            for ways in parts:
-                absent = [[n for name in way if (n := f"{parent}{name}{WEIGHT}") not in tensors] for way in ways]
-                if all(absent):
-                    problem = "no file has it, and a model of this type needs it"
-                    yield CONFIG, absent[0][0], problem, "copy all files of the folder, or export the model again"
+        for name in family.layers_of_block:
+            parent, _, last = name.rpartition(".")
+            wholes = [f"{block}{parent}.{joined[last]}"] if last in joined else []
+            if not any(f"{layer}{WEIGHT}" in tensors for layer in (f"{block}{name}", *wholes)):
+                problem = "no file has it, and a model of this type needs it"
+                yield (CONFIG, f"{block}{name}{WEIGHT}", problem, "copy all files of the folder, or export it again")
     is_causal = any("CausalLM" in str(name) for name in config.get("architectures") or [])
     has_embedding = any(name.endswith("embed_tokens.weight") for name in tensors)
     tied = "tie_word_embeddings"
     if has_embedding and is_causal and not config.get(tied) and "lm_head.weight" not in tensors:
         yield CONFIG, tied, "it is not true, but lm_head.weight is missing", "set it to true, or add the head"
-
-
-def _shape(name: str, config: dict[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a tensor; None if the configuration does not say it."""
-    hidden, heads, vocabulary = (config.get(key) for key in ("hidden_size", "num_attention_heads", "vocab_size"))
-    if not hidden or not heads or not name.endswith(WEIGHT) or "shared_expert" in name:
-        return None
-    head = config.get("head_dim") or hidden // heads
-    query, key = heads * head, (config.get("num_key_value_heads") or heads) * head
-    inner = config.get("intermediate_size")
-    inner = (config.get("moe_intermediate_size") or inner) if ".experts." in name else inner
-    shapes = {
-        **{"q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (hidden, query)},
-        **{"qkv_proj": (query + 2 * key, hidden), "gate_proj": (inner, hidden), "up_proj": (inner, hidden)},
-        **{"gate_up_proj": (2 * (inner or 0), hidden), "down_proj": (hidden, inner)},
-        **{"embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden)},
-        **{"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)},
-    }
-    shape = shapes.get(name.removesuffix(WEIGHT).rpartition(".")[2], (None,))
-    return shape if all(shape) else None

@@ -1,92 +1,48 @@
-"""A folder's `config.json` as a model of `models`, and back."""
+"""A folder's `config.json` as a model of `models`, and back, by the rows of `folders/families.py`."""
 
-import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import haliax.nn as hnn
 
+from ..folders.config_keys import ELSEWHERE, Fields
+from ..folders.families import DEFAULTS, FAMILIES, Family
 from ..folders.folder import TensorFolder
 from ..models.adapters import require_merged
-from ..models.transformer import LinearRope, Llama3Rope, MixtureOfExperts, Transformer, TransformerConfig
-from .names import LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, NameMap
+from ..models.rotary import LinearRope, Llama3Rope, LongRope, NtkRope, Rope, YarnRope
+from ..models.transformer import (
+    JoinedSwiGlu,
+    MixtureOfExperts,
+    Mlp,
+    OffsetRmsNorm,
+    QueryGrowth,
+    SwiGlu,
+    Transformer,
+    TransformerConfig,
+    geglu,
+    offset_rms_norm,
+    rms_norm,
+    squared_relu,
+    swiglu,
+)
+from .names import NameMap
 
 
-# --- Reading config.json ----------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Family:
-    """Models that `config.json` describes with the same keys.
-
-    Args:
-        architecture: The class in Transformers.
-        names: The names of their tensors.
-        query_key_norm: Whether heads are normed.
-        biases: The layers that always have biases.
-    """
-
-    architecture: str
-    names: NameMap
-    query_key_norm: bool = False
-    biases: tuple[str, ...] = ()
-
-
-_QKV = ("query", "key", "value")
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", LLAMA),
-    "mistral": _Family("MistralForCausalLM", LLAMA),
-    "qwen2": _Family("Qwen2ForCausalLM", LLAMA, biases=_QKV),
-    "qwen3": _Family("Qwen3ForCausalLM", QWEN3, query_key_norm=True),
-    "mixtral": _Family("MixtralForCausalLM", MIXTRAL),
-    "qwen3_moe": _Family("Qwen3MoeForCausalLM", QWEN3_MOE, query_key_norm=True),
-}
-
-# Keys that describe the tokenizer, the file, or training in another library.
-_WITHOUT_EFFECT = frozenset(
-    (
-        "_name_or_path _attn_implementation_autoset architectures bos_token_id chunk_size_feed_forward dtype "
-        "eos_token_id id2label initializer_range is_encoder_decoder label2id model_type output_attentions "
-        "output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type quantization_config "
-        "return_dict router_aux_loss_coef tokenizer_class torch_dtype transformers_version unsloth_version use_cache"
-    ).split()
+_ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu, "relu2": squared_relu}
+_FEED_FORWARD = {"gated": SwiGlu, "joined": JoinedSwiGlu, "plain": Mlp, "experts": MixtureOfExperts}
+_NORMS = {"weight": rms_norm, "1 + weight": offset_rms_norm}
+# Fields that are the same in a row and in a `TransformerConfig`.
+_SAME = (
+    *("vocab", "hidden", "mlp", "layers", "max_length", "norm_eps", "heads", "kv_heads", "head_dim", "biases"),
+    *("tied_head", "attention_multiplier", "attention_softcap", "embedding_multiplier", "joined_projections"),
+    *("logit_softcap", "logits_scaling", "norms", "partial_rotary_factor", "query_key_norm", "residual_multiplier"),
+    *("rope_interleaved", "windows"),
 )
 
 
-class _Keys:
-    """The keys of a `config.json`, and which of them were read."""
-
-    def __init__(self, config: Mapping[str, Any]):
-        self.config, self.read = config, set[str]()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.read.add(key)
-        value = self.config.get(key)
-        return default if value is None else value
-
-    def number(self, key: str, kind: type, default: Any = None) -> Any:
-        value = self.get(key, default)
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        if not fits or (kind is int and not isinstance(value, int)):
-            what = "has no" if value is None else f"has {value!r:.40} for"
-            raise ValueError(f"config.json {what} {key}, which has to be a positive {kind.__name__}")
-        return kind(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.get(key, False)
-        if not isinstance(value, bool):
-            raise ValueError(f"config.json has {value!r:.40} for {key}, which has to be true or false")
-        return value
-
-    def only(self, key: str, *supported: Any) -> None:
-        """Raises a ValueError if a key is there and not one of the supported values."""
-        if key in self.config and self.get(key) not in (*supported, None):
-            values = " or ".join(map(repr, supported))
-            raise ValueError(
-                f"config.json has {key}={self.config[key]!r:.60}, which changes what the model computes; {values} is "
-                "supported. Build the model yourself, and give it to import_model"
-            )
+# --- Reading config.json ----------------------------------------------------------------------------------------------
 
 
 def transformer_of(folder: TensorFolder, without_effect: tuple[str, ...] = ()) -> tuple[TransformerConfig, NameMap]:
@@ -99,148 +55,86 @@ def transformer_of(folder: TensorFolder, without_effect: tuple[str, ...] = ()) -
     Raises:
         ValueError: If its architecture, or a key of `config.json`, is not supported; names the key.
     """
-    keys = _Keys(folder.config)
-    model_type = keys.get("model_type")
-    if model_type not in _FAMILIES:
+    model_type = str(folder.config.get("model_type"))
+    known = [name for name, family in FAMILIES.items() if not family.checked_only]
+    if model_type not in known:
+        reason = f": {FAMILIES[model_type].checked_only}" if model_type in FAMILIES else ""
         raise ValueError(
-            f"config.json has model_type={model_type!r}, which load does not know; it knows {', '.join(_FAMILIES)}. "
-            "Build the model yourself, and give it to import_model"
+            f"config.json has model_type={model_type!r}, which load does not know{reason}; it knows "
+            f"{', '.join(known)}. {ELSEWHERE}"
         )
-    family = _FAMILIES[model_type]
-    if (architectures := keys.get("architectures")) not in (None, [family.architecture]):
-        raise ValueError(
-            f"config.json has architectures={architectures!r:.80}; load builds a {family.architecture}. Build the "
-            "model yourself, and give it to import_model"
-        )
-    heads, hidden = keys.number("num_attention_heads", int), keys.number("hidden_size", int)
-    theta, scaling = _rope(keys)
-    options: dict[str, Any] = {}
-    if "num_local_experts" in keys.config or "num_experts" in keys.config:
-        options["feed_forward"] = _experts(keys, model_type)
-    keys.only("hidden_act", "silu")
-    # Only training has them, and another library's.
-    keys.only("attention_dropout", 0.0)
-    keys.only("router_jitter_noise", 0.0)
-    width = "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"
-    if model_type == "qwen3_moe":
-        # That of dense blocks, of which there are none.
-        keys.get("intermediate_size")
+    family = FAMILIES[model_type]
+    has_head = any(name.startswith("lm_head.") for name in folder.tensors)
+    fields = family.fields(folder.config, has_head, without_effect)
+    parts = {name: fields[name] for name in _SAME}
+    ropes = _ropes(fields)
     config = TransformerConfig(
-        layers=keys.number("num_hidden_layers", int),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=keys.number("num_key_value_heads", int, heads),
-        head_dim=keys.number("head_dim", int, hidden // heads),
-        mlp=keys.number(width, int),
-        vocab=keys.number("vocab_size", int),
-        max_length=_max_length(keys),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=keys.number("rms_norm_eps", float),
-        query_key_norm=family.query_key_norm,
-        biases=_biases(keys, model_type, family),
-        tied_head=_is_tied(keys, folder),
+        **parts,
+        rope_theta=next((rope.theta for rope in ropes if rope.theta is not None), None),
+        rope_scaling=ropes[0].scaling,
+        ropes=ropes if len(set(ropes)) > 1 else (),
+        query_growth=_query_growth(fields["rope"]),
+        norm=_NORMS[fields["norm"]],
+        activation=_ACTIVATIONS[fields["activation"]],
+        feed_forward=_feed_forward(fields),
         unroll=1,
-        **options,
     )
-    known = keys.read | _WITHOUT_EFFECT | set(without_effect)
-    if unknown := sorted(key for key, value in keys.config.items() if key not in known and value is not None):
-        raise ValueError(
-            f"config.json has keys that load does not know for {model_type}: {', '.join(unknown)}. If they do not "
-            f"change what the model computes, name them: load(directory, without_effect={tuple(unknown)!r})"
-        )
-    return config, family.names
+    return config, NameMap.of(family.names_in(folder.tensors))
 
 
-def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
-    """RoPE's base and scaling, which older and newer versions of Transformers write under different keys."""
-    settings: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        given = keys.get(key, {})
-        if not isinstance(given, dict):
-            raise ValueError(f"config.json has {given!r:.60} for {key}, which has to be an object")
-        settings |= given
-    key = "rope_theta"
-    if key in settings and keys.get(key, settings[key]) != settings[key]:
-        raise ValueError(f"config.json has rope_theta={keys.config[key]!r} and, in rope_parameters, {settings[key]!r}")
-    inner = _Keys({key: keys.get(key), **settings})
-    theta, kind = inner.number(key, float), inner.get("rope_type", inner.get("type", "default"))
-    match kind:
+def _feed_forward(fields: Fields) -> Any:
+    if fields["experts"] is None:
+        return _FEED_FORWARD[fields["feed_forward"]].init
+    experts, chosen, normalized = fields["experts"]
+    return functools.partial(MixtureOfExperts.init, experts=experts, chosen=chosen, normalized=normalized)
+
+
+def _ropes(fields: Fields) -> tuple[Rope, ...]:
+    """RoPE of each layer: those with a window may have another, and some may have none."""
+    layers = fields["layers"]
+    usual = _rope(fields["rope"], fields)
+    local = usual if fields["local_rope"] is None else _rope(fields["local_rope"], fields)
+    windows, without = fields["windows"] or (None,) * layers, fields["without_rope"] or (False,) * layers
+    each = zip(windows, without, strict=True)
+    return tuple(Rope(None) if none else usual if window is None else local for window, none in each)
+
+
+def _rope(rope: Mapping[str, Any], fields: Fields) -> Rope:
+    theta, factor, original = rope["rope_theta"], rope.get("factor", 1.0), "original_max_position_embeddings"
+    match rope["rope_type"]:
         case "default":
-            scaling = None
+            return Rope(theta)
         case "linear":
-            scaling = LinearRope(inner.number("factor", float))
+            return Rope(theta, LinearRope(factor))
         case "llama3":
-            scaling = Llama3Rope(
-                inner.number("factor", float),
-                inner.number("low_freq_factor", float),
-                inner.number("high_freq_factor", float),
-                inner.number("original_max_position_embeddings", int),
-            )
-        case _:
-            raise ValueError(
-                f"config.json has rope_type={kind!r} in rope_scaling; 'default', 'linear' and 'llama3' are supported. "
-                "Build the model yourself, and give it to import_model"
-            )
-    inner.read |= {"rope_type", "type"}
-    if unknown := sorted(key for key, value in inner.config.items() if key not in inner.read and value is not None):
-        raise ValueError(
-            f"config.json has {', '.join(unknown)} in rope_scaling, which rope_type={kind!r} does not take"
-        )
-    return theta, scaling
+            return Rope(theta, Llama3Rope(factor, rope["low_freq_factor"], rope["high_freq_factor"], rope[original]))
+        case "dynamic":
+            return Rope(theta, NtkRope(rope["alpha"]))
+        case "yarn":
+            growth = lambda scale: 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+            scales = [rope.get(name) for name in ("mscale", "mscale_all_dim")]
+            attention = growth(scales[0]) / growth(scales[1]) if all(scales) else growth(1.0)
+            betas = (rope.get("beta_fast", 32.0), rope.get("beta_slow", 1.0))
+            attention = rope.get("attention_factor", attention)
+            return Rope(theta, YarnRope(factor, rope[original], attention, *betas, rope.get("truncate", True)))
+    # longrope
+    length = rope[original]
+    factor = rope.get("factor", fields["max_length"] / length)
+    attention = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1.0 else 1.0
+    attention = rope.get("attention_factor", attention)
+    return Rope(theta, LongRope(rope["short_factor"], rope["long_factor"], length, attention))
 
 
-def _max_length(keys: _Keys) -> int:
-    """The longest sequence: in a window of a sliding attention, it is attention to all positions."""
-    length, window = keys.number("max_position_embeddings", int), keys.get("sliding_window")
-    # Qwen2 and Qwen3 name a window that they do not use.
-    uses_window = keys.flag("use_sliding_window") if "use_sliding_window" in keys.config else True
-    keys.get("max_window_layers")
-    kinds = keys.get("layer_types", [])
-    if unknown := sorted(set(map(str, kinds)) - {"full_attention", "sliding_attention"}):
-        raise ValueError(
-            f"config.json has {unknown[0]!r} in layer_types; only full and sliding attention are supported"
-        )
-    if kinds and "sliding_attention" not in kinds:
-        uses_window = False
-    return length if window is None or not uses_window else min(length, keys.number("sliding_window", int))
-
-
-def _biases(keys: _Keys, model_type: str, family: _Family) -> tuple[str, ...]:
-    biases = family.biases
-    if model_type in ("llama", "qwen3", "qwen3_moe") and keys.flag("attention_bias"):
-        biases = (*_QKV, "output")
-    if model_type == "llama" and keys.flag("mlp_bias"):
-        biases = (*biases, "gate", "up", "down")
-    return biases
-
-
-def _is_tied(keys: _Keys, folder: TensorFolder) -> bool:
-    """Whether the head is the embedding; where nothing says so, whether the folder lacks a head."""
-    if "tie_word_embeddings" in keys.config:
-        return keys.flag("tie_word_embeddings")
-    return not any(name.startswith("lm_head.") for name in folder.tensors)
-
-
-def _experts(keys: _Keys, model_type: str) -> Any:
-    chosen, normalized = keys.number("num_experts_per_tok", int), True
-    if model_type == "qwen3_moe":
-        normalized = keys.flag("norm_topk_prob")
-        keys.only("decoder_sparse_step", 1)
-        keys.only("mlp_only_layers", [])
-    # Newer versions of Transformers write the second for all models.
-    counts = {keys.number(key, int) for key in ("num_experts", "num_local_experts") if keys.get(key) is not None}
-    if len(counts) != 1:
-        raise ValueError(f"config.json has num_experts and num_local_experts, {sorted(counts)}; they mean the same")
-    (count,) = counts
-    return functools.partial(MixtureOfExperts.init, experts=count, chosen=chosen, normalized=normalized)
+def _query_growth(rope: Mapping[str, Any]) -> QueryGrowth | None:
+    beta = rope.get("llama_4_scaling_beta")
+    return None if beta is None else QueryGrowth(beta, rope["original_max_position_embeddings"])
 
 
 # --- Writing it -------------------------------------------------------------------------------------------------------
 
 
 def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[str, Any]:
-    """The `config.json` of a model: a Llama, Qwen2, Qwen3, Mixtral or Qwen3-MoE.
+    """The `config.json` of a model: that of the first family that has its parts, a Llama if it is one.
 
     The weights need no permutation: both libraries rotate halves of a head, and number heads alike.
 
@@ -249,8 +143,8 @@ def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[
         dtype: The dtype in which engines compute.
 
     Raises:
-        ValueError: If the model has none of these architectures: if it is not a `models.Transformer`, or has learned
-            positions, LayerNorm or another feed-forward layer.
+        ValueError: If no family has its parts: if it is not a `models.Transformer`, or has learned positions,
+            LayerNorm, another feed-forward layer or another mix of choices. Names what differs from the nearest.
 
     Example:
         >>> from haliax_fp8.huggingface import hugging_face_config
@@ -259,6 +153,50 @@ def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[
         >>> hugging_face_config(model)["architectures"]
         ['LlamaForCausalLM']
     """
+    fields = _fields(model)
+    model_type = _described(fields)
+    written = FAMILIES[model_type].config(fields)
+    return {
+        "architectures": list(FAMILIES[model_type].architectures[:1]),
+        "model_type": model_type,
+        **written,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def _described(fields: Fields) -> str:
+    """The first family whose configuration says all fields of a model."""
+    differing: dict[str, list[str]] = {}
+    for model_type, family in FAMILIES.items():
+        if family.checked_only or (fields["experts"] is None) == (family.fixed.get("feed_forward") == "experts"):
+            continue
+        try:
+            read = family.fields(family.config(fields), has_head=not fields["tied_head"])
+        except ValueError:
+            continue  # It has no such value, for example another kind of RoPE.
+        differing[model_type] = [name for name, value in fields.items() if _differ(name, read[name], value)]
+        if not differing[model_type]:
+            return model_type
+    if not differing:
+        raise ValueError(f"model has values that no family has: {fields!r:.400}")
+    nearest = min(differing, key=lambda name: len(differing[name]))
+    values = ", ".join(f"{name}={fields[name]!r:.80}" for name in differing[nearest])
+    raise ValueError(
+        f"model has {values}, which no config.json says: the nearest is that of {nearest}. Use the parts of a family, "
+        "or write the config.json yourself, and give it to export_model as hf_config"
+    )
+
+
+def _differ(name: str, one: Any, other: Any) -> bool:
+    return set(one) != set(other) if name == "biases" else one != other
+
+
+def _fields(model: Transformer) -> Fields:
+    """What a model is, in the fields of rows."""
     if not isinstance(model, Transformer):
         raise ValueError(
             f"model is a {type(model).__name__}, not a haliax_fp8.models.Transformer; write the config.json of your "
@@ -268,111 +206,106 @@ def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[
     block = model.blocks.stacked if isinstance(model.blocks, hnn.Stacked) else model.blocks.blocks[0]
     if config.rope_theta is None or not isinstance(model.norm, hnn.RmsNorm):
         raise ValueError("model has learned positions or LayerNorm, so it is not a Llama; use RoPE and RMSNorm")
-    has_experts = isinstance(block.mlp, MixtureOfExperts)
-    if not has_experts and not all(hasattr(block.mlp, name) for name in ("gate", "up", "down")):
+    feed_forward = next((name for name, kind in _FEED_FORWARD.items() if _has_parts(block.mlp, kind)), None)
+    if feed_forward is None:
         raise ValueError(f"model has {type(block.mlp).__name__} in its blocks, so it is not a Llama; use SwiGlu")
-    if config.query_key_norm:
-        model_type = "qwen3_moe" if has_experts else "qwen3"
-    elif has_experts:
-        model_type = "mixtral"
-    else:
-        model_type = "qwen2" if set(config.biases) == set(_QKV) else "llama"
-    rope = {"rope_type": "default"} | _rope_settings(config.rope_scaling)
-    written = {
-        "architectures": [_FAMILIES[model_type].architecture],
-        "model_type": model_type,
-        "vocab_size": config.vocab,
-        "hidden_size": config.hidden,
-        "intermediate_size": config.mlp,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_length,
-        "rms_norm_eps": config.norm_eps,
-        # Older versions of transformers read the first two keys, newer ones the third.
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else rope,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
-        "torch_dtype": dtype,
-        "dtype": dtype,
-        "tie_word_embeddings": config.tied_head,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        **_bias_settings(model_type, config.biases),
-    }
-    if model_type == "mixtral":
-        written |= {"num_local_experts": block.mlp.Experts.size, "num_experts_per_tok": block.mlp.Chosen.size}
-    if model_type == "qwen3_moe":
-        written |= {"num_experts": block.mlp.Experts.size, "num_experts_per_tok": block.mlp.Chosen.size}
-        written |= {"moe_intermediate_size": config.mlp, "norm_topk_prob": block.mlp.normalized}
-        written |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    elif has_experts and not block.mlp.normalized:
-        raise ValueError("model has experts whose weights do not add up to 1, and no query_key_norm; Mixtral's do")
-    return written
+    fields: Fields = {**DEFAULTS, **{name: getattr(config, name) for name in _SAME}, "feed_forward": feed_forward}
+    fields["norm"] = "1 + weight" if isinstance(model.norm, OffsetRmsNorm) else "weight"
+    # A function of a user's own computes the same, such as a fused one.
+    names = {function: name for name, function in _ACTIVATIONS.items()}
+    fields["activation"] = names.get(config.activation, "relu2" if feed_forward == "plain" else "silu")
+    if feed_forward == "experts":
+        fields["experts"] = (block.mlp.Experts.size, block.mlp.Chosen.size, block.mlp.normalized)
+        fields["activation"] = "silu"
+    return fields | _rope_fields(config)
 
 
-def names_of(model: Any, names: Any = None) -> NameMap:
+def _has_parts(layer: Any, kind: type) -> bool:
+    """Whether a feed-forward layer has the layers of a kind, whatever its class."""
+    if isinstance(layer, MixtureOfExperts) or kind is MixtureOfExperts:
+        return isinstance(layer, kind)
+    parts = {"gate", "up", "down", "gate_up"}
+    return {name for name in parts if hasattr(layer, name)} == parts & set(kind.__dataclass_fields__)
+
+
+def _rope_fields(config: TransformerConfig) -> Fields:
+    ropes = config.ropes or (Rope(config.rope_theta, config.rope_scaling),) * config.layers
+    windows = config.windows or (None,) * config.layers
+    rotated = [(rope, window) for rope, window in zip(ropes, windows, strict=True) if rope.theta is not None]
+    usual = {rope for rope, window in rotated if window is None}
+    local = {rope for rope, window in rotated if window is not None}
+    usual = usual or set(local)
+    if max(len(usual), len(local)) > 1:
+        raise ValueError(
+            f"model has ropes={config.ropes!r:.120}, which no config.json says: layers with a window have to have the "
+            "same, and those without"
+        )
+    written = _rope_settings(usual.pop())
+    if config.query_growth is not None:
+        if not isinstance(config.query_growth, QueryGrowth):
+            raise ValueError(f"model has query_growth={config.query_growth!r:.60}, which is no QueryGrowth; use that")
+        written["llama_4_scaling_beta"] = config.query_growth.beta
+        written.setdefault("original_max_position_embeddings", config.query_growth.original_length)
+    fields: Fields = {"rope": written}
+    if local and (of_windows := _rope_settings(local.pop())) != written:
+        fields["local_rope"] = of_windows
+    without = tuple(rope.theta is None for rope in ropes)
+    return fields | ({"without_rope": without} if any(without) else {})
+
+
+def _rope_settings(rope: Rope) -> dict[str, Any]:
+    """As a row reads it, with all keys of its kind that have a value."""
+    settings: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
+    original = "original_max_position_embeddings"
+    match rope.scaling:
+        case None:
+            return settings
+        case LinearRope(factor):
+            return settings | {"rope_type": "linear", "factor": factor}
+        case Llama3Rope(factor, low, high, length):
+            of_kind = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high, original: length}
+            return settings | {"rope_type": "llama3", **of_kind}
+        case NtkRope(alpha):
+            return settings | {"rope_type": "dynamic", "alpha": alpha}
+        case YarnRope(factor, length, attention, fast, slow, truncate):
+            of_kind = {"factor": factor, original: length, "attention_factor": attention}
+            of_kind |= {"beta_fast": fast, "beta_slow": slow, "truncate": truncate}
+            return settings | {"rope_type": "yarn", **of_kind}
+        case LongRope(short, long, length, attention):
+            of_kind = {"short_factor": short, "long_factor": long, original: length, "attention_factor": attention}
+            return settings | {"rope_type": "longrope", **of_kind}
+    raise ValueError(
+        f"model has rope_scaling={rope.scaling!r:.60}, which config.json cannot say; use one of models, such as "
+        "Llama3Rope or YarnRope"
+    )
+
+
+def names_of(model: Any, names: Any = None, tensors: Mapping[str, Any] | None = None) -> NameMap:
     """The names of a model's tensors in folders: those that were given, or those of its architecture, if it has one.
 
     Args:
         model: The model.
         names: As in `export_model`.
+        tensors: Those of a folder that is read, which may have names of another library.
 
     Raises:
         ValueError: If the model has adapters, which a folder has no layers for.
     """
     require_merged(model)
-    if names is None and isinstance(model, Transformer) and _is_described(model):
-        return _FAMILIES[hugging_face_config(model)["model_type"]].names
+    if names is None and (family := _family_of(model)) is not None:
+        return NameMap.of(family.names if tensors is None else family.names_in(tensors))
     return NameMap.of(names)
 
 
 def config_of(model: Any, hf_config: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
     """What `config.json` says of a model: what was given, or what describes its architecture, if it has one."""
-    if hf_config is None and isinstance(model, Transformer) and _is_described(model):
+    if hf_config is None and _family_of(model) is not None:
         return hugging_face_config(model)
     return hf_config or {}
 
 
-def _is_described(model: Transformer) -> bool:
+def _family_of(model: Any) -> Family | None:
     try:
-        hugging_face_config(model)
+        return FAMILIES[_described(_fields(model))]
     except ValueError:
-        return False
-    return True
-
-
-def _rope_settings(scaling: Any) -> dict[str, Any]:
-    match scaling:
-        case None:
-            return {}
-        case LinearRope(factor):
-            return {"rope_type": "linear", "factor": factor}
-        case Llama3Rope(factor, low, high, length):
-            names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            return {"rope_type": "llama3", **dict(zip(names, (factor, low, high, length), strict=True))}
-    raise ValueError(
-        f"model has rope_scaling={scaling!r:.60}, which config.json cannot say; use Llama3Rope or LinearRope"
-    )
-
-
-def _bias_settings(model_type: str, biases: tuple[str, ...]) -> dict[str, bool]:
-    """What says which layers have biases.
-
-    Raises:
-        ValueError: If no setting says just these.
-    """
-    attention, mlp, chosen = {*_QKV, "output"}, {"gate", "up", "down"}, set(biases)
-    if model_type == "llama" and chosen in (set(), attention, mlp, attention | mlp):
-        return {"attention_bias": attention <= chosen, "mlp_bias": mlp <= chosen}
-    if model_type in ("qwen3", "qwen3_moe") and chosen in (set(), attention):
-        return {"attention_bias": bool(chosen)}
-    if chosen == set(_FAMILIES[model_type].biases):
-        return {}
-    raise ValueError(
-        f"model has biases={biases}, which no config.json of {model_type} says; give all of attention biases, or all "
-        "of the feed-forward layer, or none"
-    )
+        return None

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import equinox as eqx
@@ -92,13 +92,32 @@ def import_model[M](
     """
     require_folder_name(directory, "import_model(directory, model)")
     require_layers(model, "import_model(directory, model)")
+    weights = _weights(weights)
+    folder = TensorFolder.open(directory, follow_links=follow_links)
+    name_map, rules = names_of(model, names, folder.tensors), as_config(config).rules
+    return _imported(folder, model, name_map, weights, rules, progress, _OF_IMPORT, strict=strict)
+
+
+def _weights(weights: "Weights | str") -> Weights:
     try:
-        weights = Weights(weights)
+        return Weights(weights)
     except ValueError:
         options = ", ".join(repr(member.value) for member in Weights)
         raise ValueError(f"weights={weights!r} must be one of {options}") from None
-    folder = TensorFolder.open(directory, follow_links=follow_links)
-    rules, checked, name_map = as_config(config).rules, Checked.of(folder), names_of(model, names)
+
+
+def _imported[M](
+    folder: TensorFolder,
+    model: M,
+    name_map: NameMap,
+    weights: Weights,
+    rules: tuple[LayerRule, ...],
+    progress: Watcher | None,
+    remedies: "_Remedies",
+    *,
+    strict: bool = True,
+) -> M:
+    checked = Checked.of(folder)
     outputs = functools.cache(
         lambda: {
             name_map.to_checkpoint(tensor.name): tensor.shape[0] for tensor in tensors_of(model, rules) if tensor.shape
@@ -111,19 +130,22 @@ def import_model[M](
             raise fault.error
     tensors = with_each_expert(tensors_in(folder))
     with progress_of("reading", sum(stored.bytes for stored in folder.tensors.values()), progress) as advance:
-        checkpoint = _Checkpoint(tensors, name_map, outputs, is_tied, set(), checked, misfits, advance)
+        checkpoint = _Checkpoint(tensors, name_map, outputs, is_tied, set(), checked, misfits, advance, remedies)
+        # Names are known before anything is read.
+        needed = {checkpoint.source(each.name) for each in tensors_of(model, rules) if _is_floating(each)}
+        if strict:
+            # What scales belong to shows when weights are read.
+            scales = {name for name in checked.tensors if "scale" in name.rpartition(".")[2]}
+            shared = {name_map.to_checkpoint(tensor.name) for tensor in tensors_of(without_sharing(model), rules)}
+            checkpoint.refuse_unused(needed | shared | scales)
         load = lambda site: _loaded(site, checkpoint, weights)
         loaded = map_sites(load, model, rules)
     _use_shared(model, loaded, rules, checkpoint)
-    if strict and (unused := checkpoint.unused()):
-        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-        raise ValueError(
-            f"the model has no array for {', '.join(unused[:3])}{more} of {os.fspath(directory)}; map their names with "
-            "names=..., or leave them out with strict=False"
-        )
+    if strict:
+        checkpoint.refuse_unused(checkpoint.used)
     if weights is not Weights.DEQUANTIZED and not any(site.is_in_fp8 for site in sites(loaded, rules)):
         raise ValueError(
-            f"weights={weights.value!r} needs weights in FP8 or four bits, and {os.fspath(directory)} has none for the "
+            f"weights={weights.value!r} needs weights in FP8 or four bits, and {folder.directory} has none for the "
             "model: all layers would stay trainable. Give a folder in FP8, such as `haliax-fp8 checkpoint convert` "
             "makes, or take weights='dequantized'"
         )
@@ -139,7 +161,7 @@ def load(
     follow_links: bool = False,
     progress: Watcher | None = None,
 ) -> Transformer:
-    """The model of a folder: Llama, Mistral, Qwen2, Qwen3, Mixtral or Qwen3-MoE, plain or in any layout of FP8.
+    """The model of a folder of a known family, such as Llama, Qwen3 or Gemma, plain or in any layout of FP8.
 
     `config.json` says what the model computes; every key that changes it is taken from there or refused by name. So the
     model is the folder's, and not one with the same shapes.
@@ -153,8 +175,7 @@ def load(
         progress: As in `export_model`.
 
     Returns:
-        The model, its blocks stacked. Sequences may be as long as `max_position_embeddings`, or as the window of a
-        sliding attention: up to there it is the same as attention to all positions.
+        The model, its blocks stacked. Sequences may be as long as `max_position_embeddings`.
 
     Raises:
         ValueError: If the architecture or a key of `config.json` is not supported; or as `import_model` does.
@@ -179,11 +200,11 @@ def load(
     model = eqx.filter_eval_shape(lambda key: init(key=key), jax.random.key(0))
     cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype) if _is_floating(x) else x
     model = jax.tree.map(cast, model)
-    return import_model(directory, model, names=names, weights=weights, follow_links=follow_links, progress=progress)
+    return _imported(folder, model, names, _weights(weights), as_config(None).rules, progress, _OF_LOAD)
 
 
 def _is_floating(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.floating)
+    return isinstance(x, jax.ShapeDtypeStruct | Tensor) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights) -> Any:
@@ -300,6 +321,25 @@ _DERIVED = ("rotary_emb.inv_freq", *(f".{name}" for name in (INPUT_BOUND, *CACHE
 
 
 @dataclasses.dataclass(frozen=True)
+class _Remedies:
+    """What to do about names that differ."""
+
+    of_missing: str
+    of_unused: str
+
+
+_OF_IMPORT = _Remedies(
+    "If it has the tensor under another name, map it with names=...",
+    "map their names with names=..., or leave them out with strict=False",
+)
+_OF_LOAD = _Remedies(
+    "Copy all files of the folder, or build the model yourself, and give it to import_model with names=...",
+    "correct config.json if it is that of another model, or build the model yourself, and give it to import_model, "
+    "which leaves them out with strict=False",
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Checkpoint:
     """The tensors of a folder by a model's names.
 
@@ -312,6 +352,7 @@ class _Checkpoint:
         checked: The folder, with its checks.
         misfits: Tensors that do not fit the configuration, or each other.
         advance: Called with the name and the bytes of each tensor that is read.
+        remedies: What to do about a tensor that is missing, and one that nothing reads.
     """
 
     tensors: dict[str, Tensor]
@@ -322,6 +363,7 @@ class _Checkpoint:
     checked: Checked
     misfits: list[Fault]
     advance: Callable[[str, int], None]
+    remedies: "_Remedies"
 
     def read(self, name: str, shape: tuple[int, ...]) -> Values:
         """A tensor of the model: its values, or FP8 data and scales.
@@ -333,23 +375,31 @@ class _Checkpoint:
         Raises:
             ValueError: If there is none, or it has another shape.
         """
+        wanted, source = self.names.to_checkpoint(name), self.source(name)
+        layer, _, field = wanted.rpartition(".")
+        parent, _, last = layer.rpartition(".")
+        is_part = source != wanted and source != self._embedding
+        values = self._part(source, parent, last, field) if is_part else self._take(source)
+        _require_shape(wanted, values.shape, name, shape)
+        return values
+
+    def source(self, name: str) -> str:
+        """The tensor of the checkpoint that one of the model is read from.
+
+        Raises:
+            ValueError: If there is none.
+        """
         wanted = self.names.to_checkpoint(name)
         layer, _, field = wanted.rpartition(".")
         parent, _, last = layer.rpartition(".")
         if wanted in self.tensors:
-            values = self._take(wanted)
-        elif (whole := self._fused(parent, last, field)) is not None:
-            values = self._part(whole, parent, last, field)
-        elif last == _HEAD and field == "weight" and self.is_tied and self._embedding is not None:
-            values = self._take(self._embedding)
-        else:
-            near = nearest(wanted, list(self.tensors), 3)
-            raise ValueError(
-                f"the checkpoint has no {wanted}; the nearest are {', '.join(near) or 'none'}. If it has the tensor "
-                "under another name, map it with names=..."
-            )
-        _require_shape(wanted, values.shape, name, shape)
-        return values
+            return wanted
+        if (whole := self._fused(parent, last, field)) is not None:
+            return f"{whole}.{field}"
+        if last == _HEAD and field == "weight" and self.is_tied and self._embedding is not None:
+            return self._embedding
+        near = ", ".join(nearest(wanted, list(self.tensors), 3)) or "none"
+        raise ValueError(f"the checkpoint has no {wanted}; the nearest are {near}. {self.remedies.of_missing}")
 
     def inputs(self, name: str) -> Inputs | None:
         """How the inputs of a layer that was read are quantized.
@@ -363,27 +413,40 @@ class _Checkpoint:
         tensor = self.tensors.get(wanted) or self.tensors[f"{self._fused(parent, last, field)}.{field}"]
         return None if tensor.layout is None else tensor.layout.inputs
 
-    def unused(self) -> list[str]:
-        """The checkpoint's tensors that nothing read."""
-        rest = [name for name in self.checked.tensors if name not in self.used and not name.endswith(_DERIVED)]
-        in_parts = {self.tensors[name].whole for name in self.used if name in self.tensors}
-        rest += [name for name, x in self.tensors.items() if x.whole in in_parts and x.whole and name not in self.used]
+    def refuse_unused(self, read: Collection[str]) -> None:
+        """Raises a ValueError if nothing reads a tensor of the checkpoint.
+
+        Args:
+            read: The names of those that are read.
+        """
+        wholes = {self.tensors[name].whole or name for name in read if name in self.tensors}
+        used = {scale for name in wholes for scale in self._with_scales(name)}.union(read)
+        rest = [name for name in self.checked.tensors if name not in used and not name.endswith(_DERIVED)]
+        rest += [name for name, x in self.tensors.items() if x.whole and x.whole in wholes and name not in read]
         tied, table = f"{_HEAD}.weight", self._embedding
-        if tied in rest and self.is_tied and table is not None and table in self.used:
+        if tied in rest and self.is_tied and table is not None and table in used:
             if np.array_equal(_dense(self.tensors[tied].read()), _dense(self.tensors[table].read())):
                 rest.remove(tied)
-        return rest
+        if rest:
+            more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
+            raise ValueError(
+                f"the model has no array for {', '.join(rest[:3])}{more} of {self.checked.folder.directory}; "
+                + self.remedies.of_unused
+            )
 
     def use(self, name: str) -> list[str]:
         """Notes that a tensor is read, and its scales; returns the names."""
-        layer, _, field = name.rpartition(".")
-        scales = [f"{layer}.{scale}".removeprefix(".") for scale in SCALES] if field == "weight" else []
-        names = [name, *(scale for scale in scales if scale in self.checked.tensors)]
+        names = self._with_scales(name)
         for read in names:
             if read not in self.used and read in self.checked.tensors:
                 self.advance(read, self.checked.tensors[read].bytes)
         self.used.update(names)
         return names
+
+    def _with_scales(self, name: str) -> list[str]:
+        layer, _, field = name.rpartition(".")
+        scales = [f"{layer}.{scale}".removeprefix(".") for scale in SCALES] if field == "weight" else []
+        return [name, *(scale for scale in scales if scale in self.checked.tensors)]
 
     @property
     def _embedding(self) -> str | None:
@@ -406,7 +469,8 @@ class _Checkpoint:
         whole = (f"{parent}.{fused}".removeprefix(".") for fused, parts in JOINED.items() if last in parts)
         return next((layer for layer in whole if f"{layer}.{field}" in self.tensors), None)
 
-    def _part(self, whole: str, parent: str, last: str, field: str) -> Values:
+    def _part(self, source: str, parent: str, last: str, field: str) -> Values:
+        whole = source.removesuffix(f".{field}")
         parts = JOINED[whole.rpartition(".")[2]]
         outputs = self.outputs()
         sizes = [outputs.get(f"{parent}.{part}.weight".removeprefix(".")) for part in parts]

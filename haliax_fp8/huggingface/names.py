@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..folders.families import FAMILIES
+
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -100,41 +102,14 @@ def _match(template: list[str], parts: list[str]) -> dict[str, str] | None:
     return values
 
 
-_ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-_BLOCK, _LAYER = "blocks.{i}", "model.layers.{i}"
-
-LLAMA = NameMap.of(
-    {
-        "embedding": "model.embed_tokens",
-        "norm": "model.norm",
-        "head": "lm_head",
-        f"{_BLOCK}.attention_norm": f"{_LAYER}.input_layernorm",
-        f"{_BLOCK}.mlp_norm": f"{_LAYER}.post_attention_layernorm",
-        **{f"{_BLOCK}.attention.{ours}": f"{_LAYER}.self_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
-        **{f"{_BLOCK}.mlp.{part}": f"{_LAYER}.mlp.{part}_proj" for part in ("gate", "up", "down")},
-    }
-)
+LLAMA = NameMap.of(FAMILIES["llama"].names)
 """Maps the names of `models.Transformer` to those of Hugging Face's Llama."""
 
-QWEN3 = LLAMA | {
-    f"{_BLOCK}.attention.query_norm": f"{_LAYER}.self_attn.q_norm",
-    f"{_BLOCK}.attention.key_norm": f"{_LAYER}.self_attn.k_norm",
-}
+QWEN3 = NameMap.of(FAMILIES["qwen3"].names)
 """The same for Qwen3, whose attention also norms query and key, here `query_norm` and `key_norm`."""
 
-_EXPERT = "mlp.experts.{e}"
-
-QWEN3_MOE = QWEN3 | {
-    f"{_BLOCK}.mlp.router": f"{_LAYER}.mlp.gate",
-    **{f"{_BLOCK}.mlp.{part}.{{e}}": f"{_LAYER}.{_EXPERT}.{part}_proj" for part in ("gate", "up", "down")},
-}
+QWEN3_MOE = NameMap.of(FAMILIES["qwen3_moe"].names)
 """The same for Qwen3's mixtures of experts, from `models.MixtureOfExperts`: experts are `mlp.experts.{e}.gate_proj`."""
 
-MIXTRAL = LLAMA | {
-    f"{_BLOCK}.mlp.router": f"{_LAYER}.block_sparse_moe.gate",
-    **{
-        f"{_BLOCK}.mlp.{ours}.{{e}}": f"{_LAYER}.block_sparse_moe.experts.{{e}}.{theirs}"
-        for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
-    },
-}
+MIXTRAL = NameMap.of(FAMILIES["mixtral"].names)
 """The same for Mixtral, whose architecture `models.MixtureOfExperts` has."""

@@ -10,17 +10,29 @@ from .adapters import (
     merge_lora as merge_lora,
     with_dropout_keys as with_dropout_keys,
 )
+from .rotary import (
+    LinearRope as LinearRope,
+    Llama3Rope as Llama3Rope,
+    LongRope as LongRope,
+    NtkRope as NtkRope,
+    Rope as Rope,
+    YarnRope as YarnRope,
+    rotary_tables as rotary_tables,
+    rotate as rotate,
+)
 from .transformer import (
     Attention as Attention,
     Block as Block,
-    LinearRope as LinearRope,
-    Llama3Rope as Llama3Rope,
+    JoinedSwiGlu as JoinedSwiGlu,
     MixtureOfExperts as MixtureOfExperts,
+    Mlp as Mlp,
+    QueryGrowth as QueryGrowth,
     SwiGlu as SwiGlu,
     Transformer as Transformer,
     TransformerConfig as TransformerConfig,
     causal_attention as causal_attention,
-    rotary_tables as rotary_tables,
-    rotate as rotate,
+    geglu as geglu,
+    offset_rms_norm as offset_rms_norm,
+    squared_relu as squared_relu,
     swiglu as swiglu,
 )

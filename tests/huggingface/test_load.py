@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from haliax_fp8 import cast_params
-from haliax_fp8.huggingface import export_model, hugging_face_config, load
+from haliax_fp8.huggingface import check_folder, export_model, hugging_face_config, load, names
 from haliax_fp8.models import LinearRope, Llama3Rope, MixtureOfExperts, Transformer, TransformerConfig
 
 
@@ -85,14 +85,16 @@ def test_what_would_freeze_nothing_is_refused(weights, tmp_path):
 
 # Key of config.json, its value, and what the error says.
 REFUSED = {
-    "model_type": ("gemma3", "gemma3"),
+    "model_type": ("gpt_oss", "gpt_oss"),
     "architectures": (["LlamaForSequenceClassification"], "LlamaForSequenceClassification"),
     "hidden_act": ("gelu", "hidden_act='gelu'"),
-    "attention_dropout": (0.1, "attention_dropout=0.1"),
     "rms_norm_eps": (None, "no rms_norm_eps"),
     "num_attention_heads": (True, "True for num_attention_heads"),
     "attention_bias": ("no", "'no' for attention_bias"),
-    "rope_parameters": ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, "rope_type='yarn'"),
+    "rope_parameters": ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "rope_type='dynamic'"),
+    # What SmolLM2's, Qwen2.5's and others' says is what their family does anyway; another value is not.
+    "rope_interleaved": (True, "rope_interleaved=True"),
+    "is_llama_config": (False, "is_llama_config=False"),
     "rope_theta": (77.0, "rope_theta=77.0"),
     "rope_scaling": ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "layer_types": (["chunked_attention"], "chunked_attention"),
@@ -124,25 +126,57 @@ def test_experts_are_counted_under_either_name(tmp_path):
         load(folder)
 
 
-def test_a_window_limits_the_length(tmp_path):
-    folder = written(tmp_path / "folder", trained())
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral", "sliding_window": 8}
-    config |= {"architectures": ["MistralForCausalLM"]}
-    # Mistral has no such keys.
-    for key in ("attention_bias", "mlp_bias"):
-        del config[key]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="max_length=8"):
-        load(folder)(TOKENS)
-    (folder / "config.json").write_text(json.dumps(config | {"use_sliding_window": False}))
-    assert load(folder).config.max_length == 32
+def rewritten(folder, **keys):
+    config = json.loads((folder / "config.json").read_text()) | keys
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+
+def test_a_key_that_is_not_there_is_its_familys_default(tmp_path):
+    theta = {"rope_theta": "absent", "rope_parameters": "absent", "rope_scaling": "absent"}
+    for name, default in (("llama", 10_000.0), ("mixtral", 1_000_000.0)):
+        folder = written(tmp_path / name, trained(**MODELS[name]))
+        rewritten(folder, **theta)
+        assert load(folder).config.rope_theta == default
+
+
+def test_names_are_compared_before_weights_are_read(tmp_path):
+    """And no error recommends an argument that `load` does not have."""
+    model, read = trained(), []
+    for change in ({"head": "lm_head", "blocks.{i}.mlp.up": "model.layers.{i}.mlp.up"}, {"norm": "model.last"}):
+        folder = tmp_path / f"folder {len(change)}"
+        export_model(model, folder, "BF16", names=names.LLAMA | change, hf_config={})
+        rewritten(folder, **hugging_face_config(model))
+        with pytest.raises(ValueError, match="has no model|is missing|no file has it|no array for") as error:
+            load(folder, progress=lambda name, *_: read.append(name))
+        assert "strict" not in str(error.value).partition("import_model")[0]
+    # A head that is not the embedding, in a model that says that it is.
+    tied = tmp_path / "tied"
+    export_model(model, tied, "BF16", hf_config=hugging_face_config(model) | {"tie_word_embeddings": True})
+    with pytest.raises(ValueError, match="the model has no array for lm_head.weight"):
+        load(tied, progress=lambda name, *_: read.append(name))
+    assert not read
+
+
+@pytest.mark.parametrize("parent", ["block_sparse_moe", "mlp"])
+def test_experts_of_mixtral_by_other_libraries_names(parent, tmp_path):
+    model = trained(**MODELS["mixtral"])
+    router = {"blocks.{i}.mlp.router": f"model.layers.{{i}}.{parent}.gate"}
+    experts = {
+        f"blocks.{{i}}.mlp.{part}.{{e}}": f"model.layers.{{i}}.{parent}.experts.{{e}}.{part}_proj"
+        for part in ("gate", "up", "down")
+    }
+    export_model(model, tmp_path / "folder", "FP8_DYNAMIC", names=names.MIXTRAL | router | experts)
+    rewritten(tmp_path / "folder", **hugging_face_config(model))
+    expected = load(written(tmp_path / "usual", model, "FP8_DYNAMIC"))(TOKENS)
+    np.testing.assert_array_equal(load(tmp_path / "folder")(TOKENS).array, expected.array)
+    assert not check_folder(tmp_path / "folder").errors
 
 
 @pytest.mark.parametrize(
     "parts", [{"biases": ("query",)}, {"rope_theta": None}, {"biases": ("up", "gate", "down"), "query_key_norm": True}]
 )
 def test_a_model_that_no_config_describes_is_refused(parts):
-    with pytest.raises(ValueError, match="biases|learned positions"):
+    with pytest.raises(ValueError, match="biases=|learned positions|query_key_norm=True"):
         hugging_face_config(trained(**parts))
     with pytest.raises(ValueError, match="model is a Linear, not a haliax_fp8.models.Transformer"):
         hugging_face_config(trained().head)

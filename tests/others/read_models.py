@@ -1,6 +1,8 @@
 """Loads what `write_models.py` wrote: our logits are Transformers', or an error names the key.
 
-python tests/others/read_models.py FOLDER
+    python tests/others/read_models.py FOLDER [BACK]
+
+With BACK, each model is also exported there in BF16, for `compare_back.py`.
 """
 
 import json
@@ -12,10 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haliax_fp8.huggingface import load
+from haliax_fp8.huggingface import check_folder, export_model, load
 
 
-def main(root: pathlib.Path) -> int:
+LIMIT = 2e-5
+
+
+def main(root: pathlib.Path, back: pathlib.Path | None = None) -> int:
     """The number of folders that load as another model than Transformers', or are refused for another reason."""
     failures = 0
     for folder in sorted(root.iterdir()):
@@ -33,10 +38,15 @@ def main(root: pathlib.Path) -> int:
         logits = np.asarray(logits.rearrange(("batch", "position", "vocab")).array)
         reference = np.array(expected["logits"], np.float32)
         error = float(np.abs(logits - reference).max() / np.abs(reference).max())
-        print(f"{'ok  ' if error < 1e-4 else 'FAIL'} {family} {key}: logits differ by {error:.1e}")
-        failures += error >= 1e-4
+        print(f"{'ok  ' if error < LIMIT else 'FAIL'} {family} {key}: logits differ by {error:.1e}")
+        failures += error >= LIMIT
+        if errors := check_folder(folder).errors:
+            print(f"FAIL {family} {key}: check calls it broken: {errors[0]}")
+            failures += 1
+        if back is not None:
+            export_model(load(folder, dtype=jnp.bfloat16), back / folder.name, "BF16")
     return failures
 
 
 if __name__ == "__main__":
-    sys.exit(min(1, main(pathlib.Path(sys.argv[1]))))
+    sys.exit(min(1, main(*map(pathlib.Path, sys.argv[1:]))))

@@ -3,14 +3,17 @@
     python tests/others/write_models.py FOLDER
 
 For each architecture there is a folder for its usual configuration, and one for each key of `config.json` with another
-value. The interpreter is Python 3.11 with the packages of `requirements.txt`.
+value; and one for each of `published.py`, whose `config.json` is as published. The interpreter is Python 3.11 with the
+packages of `requirements.txt`.
 """
 
 import json
 import pathlib
+import shutil
 import sys
 
 import torch
+from published import published
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -66,11 +69,19 @@ def other(value: object) -> list[object]:
     return []
 
 
-def write(folder: pathlib.Path, settings: dict[str, object]) -> bool:
-    """Writes a model and its logits; whether Transformers takes the settings."""
+def write(folder: pathlib.Path, settings: dict[str, object], as_they_are: bool = False) -> bool:
+    """Writes a model and its logits; whether Transformers takes the settings.
+
+    Args:
+        folder: Where.
+        settings: What `config.json` says.
+        as_they_are: Whether it says nothing else, as a published one; otherwise it is what Transformers writes.
+    """
     torch.manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
     try:
-        config = AutoConfig.for_model(**settings)
+        config = AutoConfig.from_pretrained(folder) if as_they_are else AutoConfig.for_model(**settings)
         model = AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
         for parameter in model.parameters():
             # Norms and biases that do something.
@@ -80,14 +91,19 @@ def write(folder: pathlib.Path, settings: dict[str, object]) -> bool:
             logits = model(TOKENS).logits
     except Exception as error:
         print(f"{folder.name}: Transformers does not take it: {type(error).__name__} {error}")
+        shutil.rmtree(folder)
         return False
     model.save_pretrained(folder)
+    if as_they_are:
+        (folder / "config.json").write_text(json.dumps(settings))
     (folder / "logits.json").write_text(json.dumps({"tokens": TOKENS.tolist(), "logits": logits.tolist()}))
     return True
 
 
 if __name__ == "__main__":
     root = pathlib.Path(sys.argv[1])
+    for name, settings in published().items():
+        write(root / f"{name}--", settings, as_they_are=True)
     for family, options in FAMILIES.items():
         base = {"model_type": family, **SIZES, **options}
         write(root / f"{family}--", base)
