@@ -23,12 +23,11 @@ from .layout import (
     FLOATS,
     INPUT_SCALES,
     KEY,
-    REGEX,
     SCALES,
     Layout,
     as_float32,
-    matcher,
 )
+from .patterns import REGEX, matcher
 from .sizes import multiplies_by_norms, size_faults
 from .strict_json import BrokenCheckpoint
 
