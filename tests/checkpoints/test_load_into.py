@@ -417,11 +417,9 @@ def test_a_weight_that_the_checkpoint_lacks_is_an_error(tmp_path):
     assert list(report.fresh) == ["up.weight"] and "up_proj.weight" in report.unused
     np.testing.assert_array_equal(loaded.up.weight, new.up.weight)
     missing = {name: array for name, array in arrays.items() if name != "up.weight"}
-    (tmp_path / "empty.safetensors").write_bytes(file_of({}))
-    for lacking, what in (
-        (missing, r"up.weight: if"),
-        (tmp_path / "empty.safetensors", "q.weight; q.bias; .*1 more: if"),
-    ):
+    empty = tmp_path / "empty.safetensors"
+    empty.write_bytes(file_of({}))
+    for lacking, what in ((missing, "up.weight: if"), (empty, "q.weight; q.bias; .*1 more: if")):
         with pytest.raises(ValueError, match=f"has nothing for {what} it is to stay"):
             load_into(new, lacking)
     report = load_into(new, missing, allow_fresh_weights=True)[1]

@@ -27,6 +27,7 @@ from haliax_fp8.folders.configuration import NotSupported, layout_of
 from haliax_fp8.folders.convert import convert_folder
 from haliax_fp8.folders.explain import explain_folder
 from haliax_fp8.folders.folder import TensorFolder
+from haliax_fp8.folders.patterns import matcher
 from haliax_fp8.folders.strict_json import BrokenCheckpoint
 from haliax_fp8.folders.tensors import tensors_in
 
@@ -85,6 +86,34 @@ def test_other_good_checkpoints_pass(tmp_path):
     path = write(tmp_path / "modelopt", tensors, config)
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
     assert check_folder(path).is_sound and check_folder(path).layout == "modelopt"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(a+)+$", r"(a|aa)+$", "a?" * 30 + "a" * 30, "(a|a)" * 31 + "x", ".*" * 6 + "!", r"(.*a){30}b", r"(?=(a*)*b)",
+        "(?x)(a+ #)\n)+", "(?#[)(a+)+]", r"[(](a+)+[)]", r"\((a{1,9}){2,}", "(a*?)+", r"(?P<n>(\w+\s?)*)x",
+    ],
+)  # fmt: skip
+def test_patterns_that_may_take_years_are_refused(pattern):
+    with pytest.raises(BrokenCheckpoint, match="may take years to match a name; write it with"):
+        matcher("ignore", f"re:{pattern}", "compressed-tensors")
+
+
+def test_patterns_of_published_folders_match():
+    for pattern, layer in {
+        r".*lm_head.*": "lm_head",
+        r".*(q|k)_proj$": "model.layers.0.self_attn.q_proj",
+        r".*mlp\.(gate|up)_proj$": "model.layers.0.mlp.up_proj",
+        r"^(?!.*visual)(?!.*embed).*$": "model.norm",
+        r"(.*\.)?lm_head": "language_model.lm_head",
+        r"^model\.layers\.(?:[0-9]|[1-3][0-9])\.mlp\.(?:gate|up|down)_proj$": "model.layers.31.mlp.down_proj",
+        r".*\.layers\.\d+\..*experts\.\d+\..*_proj": "model.layers.7.mlp.experts.12.up_proj",
+        r"(?i).*\bEXPERTS\.": "model.experts.0",
+        r"model\.layers\.\d{1,3}\.[]m[]lp": "model.layers.10.mlp",
+    }.items():
+        matches = matcher("ignore", f"re:{pattern}", "compressed-tensors")
+        assert matches(layer) and not matches("model.visual"), pattern
 
 
 WITHOUT_BLOCKS = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
@@ -308,6 +337,12 @@ BROKEN = {
     "static tokens": ("FP8", set_group("input_activations", strategy="token"), "quantization_config", "static inputs"),
     "strategy of rows": ("FP8_TENSOR", set_group("weights", strategy="channel"), SCALE, "shape (1,)"),
     "ignore is a text": ("FP8", configured(ignore="lm_head"), "quantization_config", "list of names"),
+    "a pattern without end": (
+        "FP8",
+        configured(ignore=["lm_head", "re:(([a-z0-9._])+)+!"]),
+        "ignore",
+        "repeats what is itself repeated",
+    ),
     "ignore is no pattern": ("FP8", configured(ignore=["re:(lm_head"]), "ignore", "not a regular expression"),
     "long pattern": ("FP8", configured(ignore=["re:" + "a|" * 1000]), "ignore", "at most 2000"),
     "targets are no pattern": (
