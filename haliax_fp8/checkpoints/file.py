@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..folders.checksums import checksum, index_metadata, read_index, to_json
-from ..folders.header import NAMES, Stored, read_header
+from ..folders.header import NAMES, Stored, header_in
 from ..folders.strict_json import BrokenCheckpoint
 from ..folders.unfinished import take_name, unfinished
 from ..layers.checks import check_not_modified, require_tree
@@ -83,15 +83,19 @@ def with_suffix(path: str | os.PathLike[str]) -> pathlib.Path:
     return path if path.suffix else path.with_suffix(".safetensors")
 
 
-def open_file(path: pathlib.Path) -> HostArrays:
+def open_file(path: pathlib.Path, file: BinaryIO) -> HostArrays:
     """The tensors of a safetensors file; of one that `save` wrote, as the leaves were, compared with their checksums.
+
+    Args:
+        path: The file, for errors.
+        file: The file, open at its beginning: the name may belong to another one the next moment.
 
     Raises:
         ValueError: If the file is damaged.
     """
     try:
         metadata: dict[str, str] = {}
-        tensors = read_header(path, metadata)
+        tensors = header_in(file, path, metadata)
         index = read_index(path.name, metadata, tensors)
         leaves = index.get("leaves", {})
         entries = {name: _entry(stored, leaves.get(name)) for name, stored in tensors.items()}
@@ -99,7 +103,7 @@ def open_file(path: pathlib.Path) -> HostArrays:
     except ValueError as error:
         raise ValueError(f"path={str(path)!r} cannot be read: {error}") from error
     # Mapped as long as the checkpoint is open: the file may be replaced meanwhile.
-    content = np.memmap(path, np.uint8, "r")
+    content = np.memmap(file, np.uint8, "r")
 
     def array(name: str) -> np.ndarray:
         stored = tensors[name]
@@ -116,8 +120,13 @@ def open_file(path: pathlib.Path) -> HostArrays:
     return HostArrays(entries, array, run)
 
 
-def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
+def open_equinox(path: pathlib.Path, file: BinaryIO, made_from: Any) -> HostArrays:
     """The leaves of a file of Equinox, which has no names: those of the tree that it was made from.
+
+    Args:
+        path: The file, for errors.
+        file: The file, open at its beginning.
+        made_from: As in `load_into`.
 
     Raises:
         ValueError: If Equinox cannot read it into such a tree.
@@ -128,10 +137,13 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
             "a folder that Orbax wrote. A file of Equinox has no names: give the model that it was made from, "
             "load_into(model, path, made_from=old_model); eqx.filter_eval_shape makes one without arrays"
         )
+    require_tree(made_from, "load_into(model, path, made_from=old_model)", "made_from")
     saved = [leaf for leaf in leaves_of(made_from) if is_saved(leaf.value)]
     require_one_each((leaf.name for leaf in saved), "made_from")
     try:
-        leaves = eqx.tree_deserialise_leaves(path, [leaf.value for leaf in saved])
+        leaves = eqx.tree_deserialise_leaves(file, [leaf.value for leaf in saved])
+        if file.read(1):
+            raise ValueError("it holds more arrays than made_from has leaves")
     except (RuntimeError, ValueError, EOFError, OSError) as error:
         raise ValueError(f"{path} was not made from a tree like made_from, or is cut off: {error}") from error
     arrays = {leaf.name: value for leaf, value in zip(saved, leaves, strict=True)}

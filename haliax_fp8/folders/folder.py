@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .._numerics.checks import require_bool
 from .._printing.progress import Watcher, progress_of
 from .checksums import FORMAT, checksum, index_metadata, read_index, text_checksum, to_json
 from .header import NAMES, Stored, read_header
@@ -66,6 +67,7 @@ class TensorFolder:
             BrokenCheckpoint: If a file is missing, lies outside of the folder, or is not what the format says; a
                 `ValueError` that names the file, and the tensor if it is one.
         """
+        require_bool("follow_links", follow_links, "a folder")
         folder = pathlib.Path(directory)
         if not folder.is_dir():
             problem = "it is not a folder; give the one that holds config.json, on this machine"

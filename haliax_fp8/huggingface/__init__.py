@@ -2,12 +2,14 @@
 
 # By these names too, as before.
 from ..folders import (
+    BrokenCheckpoint,  # noqa: F401
     CheckReport,  # noqa: F401
     Conversion,  # noqa: F401
     Converted,  # noqa: F401
     Explanation,  # noqa: F401
     Fault,  # noqa: F401
     Layout,  # noqa: F401
+    NotSupported,  # noqa: F401
     ScaleRounding,  # noqa: F401
     check_folder,  # noqa: F401
     convert_folder,  # noqa: F401

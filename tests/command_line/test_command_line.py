@@ -408,7 +408,7 @@ def test_devices(capsys):
             recipe for recipe in fp8.recipes.named if fp8.recipes.supported(recipe, name).is_native
         ]
     assert rows["local"]["kind"] == f"{len(jax.devices())} × cpu" and rows["local"]["preflight"] == "ready"
-    assert rows["mi300x"]["preflight"] == "unsupported"
+    assert rows["mi300x"]["preflight"] == "cannot compile for it"
     assert run("devices") == 0
     out = capsys.readouterr().out
     assert "all but deepseek" in out and "NVIDIA H100" in out
