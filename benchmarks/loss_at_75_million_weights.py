@@ -11,9 +11,9 @@ train side by side, a few steps of each in turn, so that whenever a call ends th
 the losses of pairs, `100 (loss / loss in bf16 - 1)`.
 
 A call ends after `--minutes`, and the next one goes on from `--out`, which has every run's last state and
-`results.json`. Both are written every minute, or so seldom that writing takes a tenth of the time. Runs do one pass over
-the text, or `--steps`: the learning rate depends on their number, so all calls have to agree in it. More `--variants` or
-`--seeds` can be added, and catch up.
+`results.json`. Both are written every minute, or so seldom that writing takes a tenth of the time. Runs do one pass
+over the text, or `--steps`: the learning rate depends on their number, so all calls have to agree in it. More
+`--variants` or `--seeds` can be added, and catch up.
 
 Tokens are bytes. The text is the source and the prose of the Python packages that are installed where it runs: files of
 the same content count once, their order is that of their hashes, and every fiftieth is held back. It is kept in `--out`
@@ -218,9 +218,9 @@ def installed_text(sizes: Sizes, roots: Sequence[Path] | None = None) -> Text:
             files.append(f"{sha}  {path.stat().st_size:>7}  {path}")
     if len(train) < sizes.least_text_bytes or len(held) < held_size:
         raise ValueError(
-            f"the folders have {len(train) / 1e6:.1f} MB of text to train on and {len(held) / 1e6:.1f} MB to hold back, "
-            f"but {sizes.least_text_bytes / 1e6:.1f} and {held_size / 1e6:.1f} are the least for this size: install "
-            "more packages, such as those of `uv sync --group dev`, or name folders with --folder"
+            f"the folders have {len(train) / 1e6:.2f} MB of text to train on, {len(held) / 1e6:.2f} MB to hold back; "
+            f"this size takes {sizes.least_text_bytes / 1e6:g} and {held_size / 1e6:.2f} MB at least: install more "
+            "packages, such as those of `uv sync --group dev`, or name folders with --folder"
         )
     as_array = lambda part, size: np.frombuffer(bytes(part[:size]), np.uint8)
     return Text(as_array(train, sizes.text_bytes), as_array(held, held_size), files)
@@ -431,45 +431,45 @@ def rows(content: Mapping[str, Any]) -> Iterator[output.Row]:
         variant, _, seed = name.partition(":")
         runs.setdefault(variant, {})[int(seed)] = run
     for variant, by_seed in runs.items():
-        paired = {seed: (run, runs[BASELINE][seed]) for seed, run in by_seed.items() if seed in runs[BASELINE]}
-        points = min(len(run["losses"]) for pair in paired.values() for run in pair)
-        quarters = min(len(run["validations"]) for pair in paired.values() for run in pair)
-        every = next(iter(by_seed.values()))["every"]
-        # Of the last tenth, in which the learning rate hardly changes.
-        last = slice(max(0, points - max(1, points // 10)), points)
-        of = lambda read, which: {seed: read(pair[which]) for seed, pair in paired.items()}
-        training = lambda run: float(np.mean(run["losses"][last]))
-        row: output.Row = {
-            "variant": variant,
-            "seeds": len(paired),
-            "steps": points * every,
-            "seconds_per_step": _median([run["seconds_per_step"] for run in by_seed.values()]),
-            "curve": gap_curve(paired.values(), every),
-        }
-        if points:
-            row["training_loss"] = statistics.fmean(of(training, 0).values())
-            row["training_gap"] = paired_gap(of(training, 0), of(training, 1))
-        if quarters:
-            row["validated_after"] = int(next(iter(paired.values()))[0]["validations"][quarters - 1][0])
-            baseline = of(lambda run: run["validations"][quarters - 1][1], 1)
-            row["loss"] = statistics.fmean(of(lambda run: run["validations"][quarters - 1][1], 0).values())
-            row["gap"] = paired_gap(of(lambda run: run["validations"][quarters - 1][1], 0), baseline)
-            row["gap_in_bf16"] = paired_gap(of(lambda run: run["validations"][quarters - 1][2], 0), baseline)
-        yield row
+        baseline = {seed: run for seed, run in runs[BASELINE].items() if seed in by_seed}
+        yield {"variant": variant, "seeds": len(baseline), **_row({seed: by_seed[seed] for seed in baseline}, baseline)}
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    measured = [value for value in values if value is not None]
-    return statistics.median(measured) if measured else None
+def _row(by_seed: Mapping[int, Any], baseline: Mapping[int, Any]) -> output.Row:
+    both = [*by_seed.values(), *baseline.values()]
+    points, quarters = (min(len(run[name]) for run in both) for name in ("losses", "validations"))
+    # Of the last tenth.
+    training = lambda run: float(np.mean(run["losses"][points - max(1, points // 10) : points]))
+    validated = lambda run, column=1: run["validations"][quarters - 1][column]
+    each = lambda runs, read: {seed: read(run) for seed, run in runs.items()}
+    timed = [run["seconds_per_step"] for run in by_seed.values() if run["seconds_per_step"] is not None]
+    row = {"steps": points * both[0]["every"], "curve": gap_curve(by_seed, baseline)}
+    row["seconds_per_step"] = statistics.median(timed) if timed else None
+    if points:
+        row["training_loss"] = statistics.fmean(each(by_seed, training).values())
+        row["training_gap"] = paired_gap(each(by_seed, training), each(baseline, training))
+    if quarters:
+        in_bf16 = lambda run: validated(run, 2)
+        row["validated_after"] = int(validated(both[0], 0))
+        row["loss"] = statistics.fmean(each(by_seed, validated).values())
+        row["gap"] = paired_gap(each(by_seed, validated), each(baseline, validated))
+        row["gap_in_bf16"] = paired_gap(each(by_seed, in_bf16), each(baseline, validated))
+    return row
 
 
-def gap_curve(pairs: Any, every: int) -> list[tuple[int, float, float, float]]:
+def rows_in(folder: Path) -> list[output.Row]:
+    """Those of the runs in a folder."""
+    return list(rows(json.loads((folder / "results.json").read_text())))
+
+
+def gap_curve(by_seed: Mapping[int, Any], baseline: Mapping[int, Any]) -> list[list[float]]:
     """The gap of the training loss over steps: after which step, the mean over seeds, the lowest and the highest."""
+    pairs = [(by_seed[seed], baseline[seed]) for seed in by_seed]
     points = min(len(run["losses"]) for pair in pairs for run in pair)
-    losses, baseline = (np.array([pair[i]["losses"][:points] for pair in pairs]) for i in (0, 1))
-    gaps = 100.0 * (losses / baseline - 1.0)
-    ends = every * np.arange(1, points + 1)
-    return list(zip(ends.tolist(), *(gaps.mean(0).tolist(), gaps.min(0).tolist(), gaps.max(0).tolist()), strict=True))
+    losses, of_baseline = (np.array([pair[i]["losses"][:points] for pair in pairs]) for i in (0, 1))
+    gaps = 100.0 * (losses / of_baseline - 1.0)
+    steps = pairs[0][0]["every"] * np.arange(1, points + 1)
+    return np.stack([steps, gaps.mean(0), gaps.min(0), gaps.max(0)], axis=1).tolist()
 
 
 def draw(found: Sequence[output.Row], title: str, path: Path) -> None:
@@ -504,9 +504,11 @@ COLUMNS = {
     "validated after": lambda row: f"{row['validated_after']:,}" if "gap" in row else "",
     "held-back loss": lambda row: f"{row['loss']:.4f}" if "gap" in row else "",
     "its gap": _gap("gap"),
-    "95 %": lambda row: "{:+.2f} to {:+.2f} %".format(*row["gap"].interval)
-    if "gap" in row and row["variant"] != BASELINE and row["gap"].seeds > 1
-    else "",
+    "95 %": lambda row: (
+        "{:+.2f} to {:+.2f} %".format(*row["gap"].interval)
+        if "gap" in row and row["variant"] != BASELINE and row["gap"].seeds > 1
+        else ""
+    ),
     "weights as bf16": _gap("gap_in_bf16"),
     "s a step": lambda row: "" if row["seconds_per_step"] is None else f"{row['seconds_per_step']:.3g}",
 }
