@@ -31,7 +31,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 
@@ -43,6 +43,7 @@ from lib import output  # noqa: E402
 from lib.cases import SMOKE, Plan  # noqa: E402
 from lib.gpu_parts import BLACKWELL, FLAGS, HOPPER, Part, Unfinished, parts  # noqa: E402
 from lib.gpu_results import (  # noqa: E402
+    COMPILED_FOR,
     Measurements,
     forecast_steps,
     forecasts,
@@ -147,18 +148,27 @@ def run_calls(chosen: Sequence[Part] | None, measured: Measurements, minutes: fl
 
 def make_forecasts(devices: Sequence[str], plan: Plan) -> None:
     """Adds what `forecasts.json` lacks, row by row. What it has stays: a forecast is of its date."""
+    known = read_forecasts()
+
+    def add(rows: Iterator[output.Row]) -> None:
+        for row in rows:
+            key = row["device"], *key_of(row)
+            if key not in known:
+                print(", ".join(key), file=sys.stderr, flush=True)
+                known[key] = row
+                write_forecasts(known.values())
+
     for device in devices:
-        generation = BLACKWELL if Device.by_name(device).is_cuda_from(10.0) else HOPPER
-        asked = [part for part in parts() if part.name in FORECAST and generation in part.on]
-        found = read_forecasts()
-        known = found.setdefault(device, {})
-        steps = [] if any(key[0] == "training" for key in known) else [forecast_steps(plan, device)]
-        for rows in (*steps, forecasts(asked, plan, device, set(known))):
-            for row in rows:
-                if key_of(row) not in known:
-                    print(f"{device}: {', '.join(key_of(row))}", file=sys.stderr, flush=True)
-                    known[key_of(row)] = {"device": device, **row}
-                    write_forecasts(found)
+        if not any(key[:2] == (device, "training") for key in known):
+            add(forecast_steps(plan, device))
+    alike: dict[str, list[str]] = {}
+    for device in devices:
+        alike.setdefault(COMPILED_FOR.get(device, device), []).append(device)
+    for part in parts():
+        for target, group in alike.items():
+            generation = BLACKWELL if Device.by_name(target).is_cuda_from(10.0) else HOPPER
+            if part.name in FORECAST and generation in part.on:
+                add(forecasts(part, plan, group, known))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

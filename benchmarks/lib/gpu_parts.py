@@ -76,7 +76,7 @@ def parts() -> list[Part]:
         Part("block scales", cases.of_blocks, 5.0, on=(BLACKWELL,)),
         Part("block scales, bits", None, 3.0, on=(BLACKWELL,), measure=partial(bits, ("mxfp8", "nvfp4", "mxfp4"))),
         step("training", language_model.WAYS),
-        Part("experts", cases.layers_of_experts, 2.0),
+        Part("experts", cases.layers_of_experts, 2.0, TRITON_OFF),
         Part(SCAN, partial(cases.stacks, SCAN), 2.0, TRITON_OFF),
         Part("idle", None, 1.5, TRITON_OFF, measure=idle_times),
         Part("loss", None, 9.0, measure=loss_of_training),

@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,44 +88,40 @@ def name_of(kind: str) -> str | None:
 COMPILED_FOR = {"h200": "h100"}
 """An H200 is an H100 with another memory: the estimate is that of the same program."""
 
-NOT_FORECAST = ("flax", "bf16, use_gmm")
-"""Flax's op makes the program of Haliax's, and Haliax's `use_gmm` none."""
+NOT_FORECAST = ("flax", "use_gmm", "rematerialized")
+"""Flax's op makes the program of Haliax's, Haliax's `use_gmm` none, and options for memory have their own benchmark."""
 
 
-def forecasts(parts: Sequence[Part], plan: Plan, device: str, known: set[tuple[str, ...]]) -> Iterator[Row]:
-    """What the preflight says of the parts, before anything runs: milliseconds, and gains over bf16, with ranges.
+def forecasts(part: Part, plan: Plan, devices: Sequence[str], known: Container[tuple[str, ...]]) -> Iterator[Row]:
+    """What the preflight says of a part, before anything runs: milliseconds, and gains over bf16, with ranges.
 
     Args:
-        parts: What is asked.
+        part: What is asked.
         plan: The sizes.
-        device: Its name.
-        known: The keys of rows that need not be made again.
+        devices: Names of devices that are compiled for alike.
+        known: The devices and keys of rows that need not be made again.
     """
-    for part in parts:
-        options = {TRITON: False} if part.flags == TRITON_OFF else {}
-        where = {"part": part.name, "flags": part.flags}
-        if part.groups is None:
+    options = {TRITON: False} if part.flags == TRITON_OFF else {}
+    target = COMPILED_FOR.get(devices[0], devices[0])
+    for group in part.groups(plan) if part.groups else ():
+        rows = {
+            name: {"part": part.name, "flags": part.flags, "size": group.size, "library": name} for name in group.cases
+        }
+        rows = {name: row for name, row in rows.items() if not any(word in name for word in NOT_FORECAST)}
+        if all((device, *key_of(row)) in known for row in rows.values() for device in devices):
             continue
-        for group in part.groups(plan):
-            rows = {name: where | {"size": group.size, "library": name} for name in group.cases}
-            rows = {name: row for name, row in rows.items() if name not in NOT_FORECAST}
-            if known.issuperset(map(key_of, rows.values())):
+        baseline = None
+        for name, row in rows.items():
+            case = group.cases[name]
+            try:
+                args, given = eqx.filter_eval_shape(case.arguments), options | dict(case.options)
+                program = inspect_step(case.function, *args, device=target, compiler_options=given).step
+            except Exception as error:
+                yield from ({"device": device, **row, "error": explained(error)} for device in devices)
                 continue
-            programs: dict[str, Program] = {}
-            for name, row in rows.items():
-                case = group.cases[name]
-                try:
-                    args = eqx.filter_eval_shape(case.arguments)
-                    programs[name] = inspect_step(
-                        case.function,
-                        *args,
-                        device=COMPILED_FOR.get(device, device),
-                        compiler_options=options | dict(case.options),
-                    ).step
-                except Exception as error:
-                    yield row | {"error": explained(error)}
-                    continue
-                yield row | forecast(programs[name], programs.get(BF16), device, is_step=group.is_step)
+            baseline = program if name == BF16 else baseline
+            for device in devices:
+                yield {"device": device, **row, **forecast(program, baseline, device, is_step=group.is_step)}
 
 
 def forecast_steps(plan: Plan, device: str) -> Iterator[Row]:
@@ -144,7 +140,7 @@ def forecast_steps(plan: Plan, device: str) -> Iterator[Row]:
             if program.memory.peak <= 0.97 * limit or sequences == 1:
                 break
             sequences //= 2
-        row = {"part": "training", "flags": TRITON_OFF, "library": library}
+        row = {"device": device, "part": "training", "flags": TRITON_OFF, "library": library}
         row["size"] = size_of_step(sizes, sequences, "cudnn")
         baseline = program if library == BF16 else baseline
         yield row | forecast(program, baseline, device, is_step=True)
@@ -172,18 +168,15 @@ def _idling(efficiency: Efficiency, is_step: bool) -> Efficiency:
     return efficiency if is_step else dataclasses.replace(efficiency, idle=0.0)
 
 
-def read_forecasts(path: Path = FORECASTS) -> dict[str, dict[tuple[str, ...], Row]]:
+def read_forecasts(path: Path = FORECASTS) -> dict[tuple[str, ...], Row]:
     """By the name of the device and the key of the row."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    found: dict[str, dict[tuple[str, ...], Row]] = {}
-    for row in rows:
-        found.setdefault(row["device"], {})[key_of(row)] = row
-    return found
+    return {(row["device"], *key_of(row)): row for row in rows}
 
 
-def write_forecasts(found: dict[str, dict[tuple[str, ...], Row]], path: Path = FORECASTS) -> None:
+def write_forecasts(rows: Iterable[Row], path: Path = FORECASTS) -> None:
     """Replaces the file: a line for each row, and what they were made with."""
-    lines = ",\n".join(json.dumps(row) for rows in found.values() for row in rows.values())
+    lines = ",\n".join(map(json.dumps, rows))
     draft = path.with_name(f"{path.name}.part")
     draft.write_text(f'{{"made_with": {json.dumps(output.described(output.environment()))},\n"rows": [\n{lines}\n]}}\n')
     draft.replace(path)
@@ -194,8 +187,9 @@ def write_forecasts(found: dict[str, dict[tuple[str, ...], Row]], path: Path = F
 
 def with_forecasts(rows: Sequence[Row], kind: str) -> list[Row]:
     """Rows with what was forecast of them, as `forecast`."""
-    known = read_forecasts().get(name_of(kind) or "", {})
-    return [row | {"forecast": known[key_of(row)]} if key_of(row) in known else row for row in rows]
+    known, name = read_forecasts(), name_of(kind) or ""
+    of = lambda row: known.get((name, *key_of(row)))
+    return [row | {"forecast": found} if (found := of(row)) else row for row in rows]
 
 
 def _number(name: str, form: str) -> Callable[[Row], str]:
