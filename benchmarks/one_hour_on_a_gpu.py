@@ -127,9 +127,10 @@ def run_calls(chosen: Sequence[Part] | None, measured: Measurements, minutes: fl
         if part.key in done:
             continue
         if limit > left:
-            waiting.append(f"{part.key} ({limit / 60:g})")
+            waiting.append(f"{part.key}, {limit / 60:g} minutes")
             continue
-        print(f"{part.key}: at most {limit / 60:g} of {left / 60:.1f} minutes", file=sys.stderr, flush=True)
+        limit = left if part.goes_on else limit
+        print(f"{part.key}: at most {limit / 60:.1f} of {left / 60:.1f} minutes", file=sys.stderr, flush=True)
         begin = time.monotonic()
         status = process(part.key, limit, FLAGS[part.flags])
         if status == UNFINISHED:
@@ -142,7 +143,7 @@ def run_calls(chosen: Sequence[Part] | None, measured: Measurements, minutes: fl
             line |= {"part": part.name, "flags": part.flags, "error": why}
         measured.append(line)
     if waiting:
-        print(f"The same command goes on with: {', '.join(waiting)} minutes", file=sys.stderr)
+        print(f"The same command goes on with: {'; '.join(waiting)}", file=sys.stderr)
     return device
 
 

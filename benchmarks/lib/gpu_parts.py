@@ -41,6 +41,7 @@ class Part:
         name: What it is about.
         groups: What is compiled; None if a forecast cannot be made of it.
         minutes: Its limit: starting and compiling included.
+        goes_on: Whether it takes all the time that is left, at least its limit, and goes on in the next call.
         flags: A key of `FLAGS`.
         on: The GPUs that it is for.
         measure: Yields its rows, from the plan, a folder for what it keeps, and the minutes that it has; None to
@@ -53,6 +54,7 @@ class Part:
     flags: str = DEFAULTS
     on: tuple[str, ...] = (HOPPER, BLACKWELL)
     measure: Callable[[Plan, Path, float], Iterator[Row]] | None = None
+    goes_on: bool = False
 
     @property
     def key(self) -> str:
@@ -79,7 +81,6 @@ def parts() -> list[Part]:
         Part("experts", cases.layers_of_experts, 2.0, TRITON_OFF),
         Part(SCAN, partial(cases.stacks, SCAN), 2.0, TRITON_OFF),
         Part("idle", None, 1.5, TRITON_OFF, measure=idle_times),
-        Part("loss", None, 9.0, measure=loss_of_training),
         Part(UNROLLED, partial(cases.stacks, UNROLLED), 6.0),
         Part(CHECKPOINTED, partial(cases.stacks, CHECKPOINTED), 6.0),
         Part("attention", cases.attentions, 2.0, TRITON_OFF),
@@ -89,6 +90,7 @@ def parts() -> list[Part]:
         step("training, loss in parts", WAYS_IN_PARTS),
         Part("microbatches", cases.microbatches, 1.5, TRITON_OFF),
         Part(SCAN, partial(cases.stacks, SCAN), 6.0),
+        Part("loss", None, 2.0, measure=loss_of_training, goes_on=True),
     ]
 
 
