@@ -95,7 +95,7 @@ def describe_device(measured: Measurements, call: str) -> None:
     """Adds the environment of a call."""
     device = Device.local()
     generation = BLACKWELL if device.is_cuda_from(10.0) else HOPPER if device.is_hopper else device.kind
-    environment = output.environment() | {"platform": device.platform, "generation": generation}
+    environment = output.environment() | {"backend": device.platform, "generation": generation}
     measured.append({"call": call, "device": device.kind, "environment": environment})
 
 
@@ -119,7 +119,7 @@ def run_calls(chosen: Sequence[Part] | None, measured: Measurements, minutes: fl
     if process("device", 300.0):
         raise SystemExit("JAX does not start here")
     device, environment = next(reversed(measured.environments().items()))
-    if environment["platform"] != "cuda" and not smoke:
+    if environment["backend"] != "cuda" and not smoke:
         raise SystemExit(f"JAX computes on {device} here: this needs a GPU and jax[cuda]; --smoke runs anywhere")
     done, waiting = measured.done(device) if chosen is None else set(), []
     for part in chosen or [part for part in parts() if smoke or environment["generation"] in part.on]:

@@ -90,7 +90,7 @@ def parts() -> list[Part]:
         step("training, loss in parts", WAYS_IN_PARTS),
         Part("microbatches", cases.microbatches, 1.5, TRITON_OFF),
         Part(SCAN, partial(cases.stacks, SCAN), 6.0),
-        Part("loss", None, 2.0, measure=loss_of_training, goes_on=True),
+        Part("loss", None, 3.0, measure=loss_of_training, goes_on=True),
     ]
 
 

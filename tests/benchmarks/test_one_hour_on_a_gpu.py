@@ -45,7 +45,7 @@ def test_calls_do_what_is_left_and_fits(tmp_path, monkeypatch, capsys, generatio
     def process(command, **_):
         key, limit = (command[command.index(name) + 1] for name in ("--child", "--limit"))
         if key == "device":
-            environment = {"platform": "cuda", "generation": generation}
+            environment = {"backend": "cuda", "generation": generation}
             measured.append({"device": "gpu", "environment": environment})
             return subprocess.CompletedProcess(command, 0)
         started.append(key)
