@@ -40,7 +40,7 @@ HERE = Path(__file__).resolve().parent
 
 import jax  # noqa: E402
 from lib import output  # noqa: E402
-from lib.cases import SMOKE, Plan  # noqa: E402
+from lib.cases import SMOKE, TRITON, Plan  # noqa: E402
 from lib.gpu_parts import BLACKWELL, FLAGS, HOPPER, Part, Unfinished, parts  # noqa: E402
 from lib.gpu_results import (  # noqa: E402
     COMPILED_FOR,
@@ -91,16 +91,21 @@ def measure(part: Part, measured: Measurements, call: str, limit: float, *, smok
     return 0
 
 
-def describe_device(measured: Measurements, call: str) -> None:
+def describe_device(measured: Measurements, call: str, *, smoke: bool) -> None:
     """Adds the environment of a call."""
     device = Device.local()
-    generation = BLACKWELL if device.is_cuda_from(10.0) else HOPPER if device.is_hopper else device.kind
-    environment = output.environment() | {"backend": device.platform, "generation": generation}
+    generation = BLACKWELL if device.is_cuda_from(10.0) else HOPPER if device.is_hopper else None
+    if generation is None and not smoke:
+        raise SystemExit(
+            f"JAX computes on {device.kind} here: this needs jax[cuda] and a GPU of the generation {HOPPER} or "
+            f"{BLACKWELL}; --smoke runs anywhere"
+        )
+    environment = output.environment() | {"generation": generation}
     measured.append({"call": call, "device": device.kind, "environment": environment})
 
 
-def run_calls(chosen: Sequence[Part] | None, measured: Measurements, minutes: float, *, smoke: bool) -> str:
-    """Measures what is not done and fits into the time; the kind of the device."""
+def run_call(chosen: Sequence[Part] | None, measured: Measurements, minutes: float, *, smoke: bool) -> None:
+    """Measures what is not done and fits into the time."""
     end, call = BEGIN + 60.0 * minutes, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
     def process(key: str, limit: float, flags: str = "") -> int:
@@ -116,13 +121,12 @@ def run_calls(chosen: Sequence[Part] | None, measured: Measurements, minutes: fl
         command = [sys.executable, __file__, *asked, *["--smoke"] * smoke]
         return subprocess.run(command, env=variables, check=False).returncode
 
-    if process("device", 300.0):
-        raise SystemExit("JAX does not start here")
-    device, environment = next(reversed(measured.environments().items()))
-    if environment["backend"] != "cuda" and not smoke:
-        raise SystemExit(f"JAX computes on {device} here: this needs a GPU and jax[cuda]; --smoke runs anywhere")
+    if status := process("device", 300.0):
+        raise SystemExit(status)
+    here = [line for line in measured.lines() if "environment" in line][-1]
+    device, generation = here["device"], here["environment"]["generation"]
     done, waiting = measured.done(device) if chosen is None else set(), []
-    for part in chosen or [part for part in parts() if smoke or environment["generation"] in part.on]:
+    for part in chosen or [part for part in parts() if smoke or generation in part.on]:
         limit, left = 60.0 * (SMOKE_MINUTES if smoke else part.minutes), end - time.monotonic()
         if part.key in done:
             continue
@@ -144,7 +148,6 @@ def run_calls(chosen: Sequence[Part] | None, measured: Measurements, minutes: fl
         measured.append(line)
     if waiting:
         print(f"The same command goes on with: {'; '.join(waiting)}", file=sys.stderr)
-    return device
 
 
 def make_forecasts(devices: Sequence[str], plan: Plan) -> None:
@@ -194,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured = Measurements((options.json or (Path("runs/smoke.jsonl") if options.smoke else MEASURED)).resolve())
     measured.path.parent.mkdir(parents=True, exist_ok=True)
     if options.child == "device":
-        describe_device(measured, options.call)
+        describe_device(measured, options.call, smoke=options.smoke)
     elif options.child:
         raise SystemExit(measure(by_key[options.child], measured, options.call, options.limit, smoke=options.smoke))
     elif options.list:
@@ -205,12 +208,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.results:
         write_section(HERE / "RESULTS.md", section(measured))
     elif options.show:
-        for device in measured.environments():
-            show(measured, device, markdown=options.markdown)
+        show(measured, markdown=options.markdown)
     else:
+        if TRITON in os.environ.get("XLA_FLAGS", ""):
+            parser.error(f"XLA_FLAGS={os.environ['XLA_FLAGS']!r}: leave out {TRITON}, which each part sets for itself")
         named = [part for part in by_key.values() if {part.key, part.name} & set(options.part or ())]
-        device = run_calls(named or None, measured, options.minutes, smoke=options.smoke)
-        show(measured, device, markdown=options.markdown)
+        run_call(named or None, measured, options.minutes, smoke=options.smoke)
+        show(measured, markdown=options.markdown)
 
 
 if __name__ == "__main__":

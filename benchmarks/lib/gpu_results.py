@@ -59,9 +59,15 @@ class Measurements:
                 continue
         return found
 
-    def environments(self) -> dict[str, dict[str, Any]]:
-        """That of each device's last call."""
-        return {line["device"]: line["environment"] for line in self.lines() if "environment" in line}
+    def by_environment(self) -> list[tuple[dict[str, Any], list[Row]]]:
+        """The rows that were measured on one device with the same versions on the same day, and where that was."""
+        environments = {line["call"]: line["environment"] for line in self.lines() if "environment" in line}
+        found: dict[str, tuple[dict[str, Any], list[Row]]] = {}
+        for device in dict.fromkeys(environment["device"] for environment in environments.values()):
+            for row in self.rows(device):
+                environment = environments[row["call"]]
+                found.setdefault(output.described(environment), (environment, []))[1].append(row)
+        return list(found.values())
 
     def done(self, device: str) -> set[str]:
         """The keys of the parts that need not be measured again on a device."""
@@ -245,23 +251,26 @@ IN_RESULTS = ("what", "size", "flags", "library", "ms", "x bf16", "forecast, ms"
 IN_RESULTS += ("program, GB",)
 
 
-def show(measured: Measurements, device: str, *, markdown: bool) -> None:
-    """Prints all rows of a device, beside their forecasts."""
-    rows = with_forecasts(measured.rows(device), device)
-    missed = [_missed(row) for row in rows]
-    outside = sum(text.endswith("outside") for text in missed)
-    title = f"Measured on {device}; {outside} of {sum(map(bool, missed))} outside the range of their forecast"
-    output.show(title, COLUMNS, rows, measured.environments()[device], markdown=markdown, left=4)
+def show(measured: Measurements, *, markdown: bool) -> None:
+    """Prints all rows, beside their forecasts."""
+    for environment, found in measured.by_environment():
+        rows = with_forecasts(found, environment["device"])
+        missed = [_missed(row) for row in rows]
+        outside = sum(text.endswith("outside") for text in missed)
+        title = (
+            f"{environment['device']}: {outside} of {sum(map(bool, missed))} are outside the range of their forecast"
+        )
+        output.show(title, COLUMNS, rows, environment, markdown=markdown, left=4)
 
 
 def section(measured: Measurements) -> str:
-    """The tables of `RESULTS.md`, one for each device."""
+    """The tables of `RESULTS.md`, one for each device and day."""
     found = []
-    for device, environment in measured.environments().items():
-        rows = with_forecasts(measured.rows(device), device)
+    for environment, measured_rows in measured.by_environment():
+        rows = with_forecasts(measured_rows, environment["device"])
         bits = [row for row in rows if "wrong" in row]
         heading = [name for name in COLUMNS if name in IN_RESULTS]
-        lines = [f"**{device}**: {output.described(environment)}.", "", f"| {' | '.join(heading)} |"]
+        lines = [f"{output.described(environment)}.", "", f"| {' | '.join(heading)} |"]
         lines.append(f"|{'---|' * 4}{'---:|' * (len(heading) - 4)}")
         last: tuple[str, ...] = ()
         for row in rows:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from lib import gpu_results  # noqa: E402
 from lib.gpu_parts import BLACKWELL, HOPPER, parts  # noqa: E402
 from lib.gpu_results import Measurements  # noqa: E402
-from one_hour_on_a_gpu import MEASURED, UNFINISHED, run_calls  # noqa: E402
+from one_hour_on_a_gpu import MEASURED, UNFINISHED, run_call  # noqa: E402
 
 
 def row(**more):
@@ -45,8 +45,7 @@ def test_calls_do_what_is_left_and_fits(tmp_path, monkeypatch, capsys, generatio
     def process(command, **_):
         key, limit = (command[command.index(name) + 1] for name in ("--child", "--limit"))
         if key == "device":
-            environment = {"backend": "cuda", "generation": generation}
-            measured.append({"device": "gpu", "environment": environment})
+            measured.append({"device": "gpu", "environment": {"generation": generation}})
             return subprocess.CompletedProcess(command, 0)
         started.append(key)
         now[0] += float(limit) / 2
@@ -58,7 +57,7 @@ def test_calls_do_what_is_left_and_fits(tmp_path, monkeypatch, capsys, generatio
     keys = [part.key for part in parts() if generation in part.on]
     assert ("block scales" in keys) is (generation == BLACKWELL) and len({*keys}) == len(keys)
 
-    run_calls(None, measured, 10.0, smoke=False)
+    run_call(None, measured, 10.0, smoke=False)
     # A part that does not fit any more is left out, and a shorter one takes its place.
     limits = {part.key: 60 * part.minutes for part in parts()}
     left, expected = 600.0, []
@@ -73,7 +72,7 @@ def test_calls_do_what_is_left_and_fits(tmp_path, monkeypatch, capsys, generatio
 
     for _ in range(12):
         now[0] = 0.0
-        run_calls(None, measured, 10.0, smoke=False)
+        run_call(None, measured, 10.0, smoke=False)
     # Everything once, failures too; only what is unfinished again and again.
     assert {*started} == {*keys}
     assert [key for key in keys if started.count(key) > 1] == ["loss"]
@@ -81,7 +80,7 @@ def test_calls_do_what_is_left_and_fits(tmp_path, monkeypatch, capsys, generatio
     assert "ended with" in errors.pop("product") and "stopped after" in errors.pop("experts, Triton off") and not errors
 
     now[0] = 0.0
-    run_calls([part for part in parts() if part.name == "linear"], measured, 10.0, smoke=False)
+    run_call([part for part in parts() if part.name == "linear"], measured, 10.0, smoke=False)
     assert started[-1] == "linear, Triton off" and started.count("linear, Triton off") == 2
 
 
