@@ -174,10 +174,11 @@ class Kernel:
         """
         members, stack = self.members_and_stack(stack)
         if isinstance(self.weight, hax.NamedArray):
-            names = self.weight.axis_names
-            parts = [None if x is None or isinstance(x, int | str) else axes_of(x) for x in (self.In, self.Out)]
-            inputs, outputs = (x and tuple(len(members) + names.index(axis.name) for axis in x) for x in parts)
-            return None if inputs is None or outputs is None else (inputs, outputs)
+            if isinstance(self.In, int | str | None) or isinstance(self.Out, int | str | None):
+                return None
+            place = {name: len(members) + index for index, name in enumerate(self.weight.axis_names)}
+            of_inputs, of_outputs = (tuple(place[axis.name] for axis in axes_of(x)) for x in (self.In, self.Out))
+            return of_inputs, of_outputs
         leading = len(members) + len(stack)
         shape, inputs = self._array.shape[leading:], self.contracted
         if inputs is None and len(shape) == 2 and self.In is not None and self.Out is not None:
@@ -185,6 +186,7 @@ class Kernel:
             inputs = (0,) if shape == sizes else (1,) if shape[::-1] == sizes else None
         if inputs is None:
             return None
+        inputs = [axis % len(shape) for axis in inputs]
         outputs = (axis for axis in range(len(shape)) if axis not in inputs)
         return tuple(leading + axis for axis in inputs), tuple(leading + axis for axis in outputs)
 
