@@ -36,14 +36,14 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         **options: Fields of `Fp8Config`, instead of `config`: `fp8_linear_layers(model, recipe="rowwise")`.
 
     Returns:
-        The converted model. `module` is unchanged.
+        The converted model. `module` is unchanged. A warning names frozen layers, and patterns that leave no layer.
 
     Raises:
-        ValueError: If the model has no layer that can be converted; if a pattern selects no layer (the nearest paths
-            are listed), or `targets` selects one that cannot be converted; if `only_if` leaves every selected layer in
-            high precision; if `serving.quantize_for_inference` made layers that are to be converted; if the default
-            device lacks the units for a recipe and `emulate` is False; or if `config` is not an `Fp8Config`, an option
-            is unknown, or both are given.
+        ValueError: If the model has no layer that can be converted, or but for frozen ones none is left; if a pattern
+            selects no layer (the nearest paths are listed), or `targets` selects one that cannot be converted; if
+            `only_if` leaves every selected layer in high precision; if `serving.quantize_for_inference` made layers
+            that are to be converted; if the default device lacks the units for a recipe and `emulate` is False; or if
+            `config` is not an `Fp8Config`, an option is unknown, or both are given.
 
     Example:
         >>> In, Out = hax.Axis("in", 64), hax.Axis("out", 128)
