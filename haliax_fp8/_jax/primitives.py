@@ -44,31 +44,34 @@ def define(
     jvp: Callable[..., Any] | None = None,
     linearize: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
+    multiple_results: bool = False,
     with_devices: bool = False,
     **by_platform: Callable[..., Any],
 ) -> Primitive:
-    """A primitive with one result, and all of its rules.
+    """A primitive with all of its rules.
 
     Args:
         name: Its name in programs.
-        aval: The abstract value of its result.
+        aval: The abstract value of its result, or of each.
         batch: Its batching rule.
         function: What it computes; None for one that is known only where it is lowered, and so compiled alone.
         lower: Its lowering rule; by default that of `function`.
         jvp: Its rule in forward mode; None if it is not differentiated, or linear.
         linearize: As in `define_linearization`.
         transpose: Its transposition, if it is linear.
+        multiple_results: Whether it has a list of results.
         with_devices: As in `lower_with_devices`.
         **by_platform: As in `lower_by_platform`.
     """
     primitive = Primitive(name)
+    primitive.multiple_results = multiple_results
     primitive.def_abstract_eval(aval)
     batching.primitive_batchers[primitive] = batch
     if function is None:
         compile_alone(primitive)
     else:
         primitive.def_impl(function)
-        lower = lower or mlir.lower_fun(function, multiple_results=False)
+        lower = lower or mlir.lower_fun(function, multiple_results=multiple_results)
     assert lower is not None
     lower_by_platform(primitive, lower, **by_platform)
     for rules, rule in ((ad.primitive_jvps, jvp), (ad.primitive_transposes, transpose)):
