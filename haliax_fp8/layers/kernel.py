@@ -159,10 +159,11 @@ class Kernel:
         """
         members, stack = self.members_and_stack(stack)
         if isinstance(self.weight, hax.NamedArray):
+            if isinstance(self.In, int | str | None) or isinstance(self.Out, int | str | None):
+                return None
             names = self.weight.axis_names
-            parts = [None if x is None or isinstance(x, int | str) else axes_of(x) for x in (self.In, self.Out)]
-            inputs, outputs = (x and tuple(len(members) + names.index(axis.name) for axis in x) for x in parts)
-            return None if inputs is None or outputs is None else (inputs, outputs)
+            of = lambda spec: tuple(len(members) + names.index(axis.name) for axis in axes_of(spec))
+            return of(self.In), of(self.Out)
         leading = len(members) + len(stack)
         shape, inputs = self._array.shape[leading:], self.contracted
         if inputs is None and len(shape) == 2 and self.In is not None and self.Out is not None:
