@@ -176,9 +176,9 @@ class Kernel:
         if isinstance(self.weight, hax.NamedArray):
             if isinstance(self.In, int | str | None) or isinstance(self.Out, int | str | None):
                 return None
-            place = {name: len(members) + index for index, name in enumerate(self.weight.axis_names)}
-            of_inputs, of_outputs = (tuple(place[axis.name] for axis in axes_of(x)) for x in (self.In, self.Out))
-            return of_inputs, of_outputs
+            names = self.weight.axis_names
+            of = lambda spec: tuple(len(members) + names.index(axis.name) for axis in axes_of(spec))
+            return of(self.In), of(self.Out)
         leading = len(members) + len(stack)
         shape, inputs = self._array.shape[leading:], self.contracted
         if inputs is None and len(shape) == 2 and self.In is not None and self.Out is not None:

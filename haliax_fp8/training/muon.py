@@ -37,7 +37,7 @@ def muon_dimensions(model: Any, *, rules: tuple[LayerRule, ...] = default_rules)
     Example:
         >>> dimensions = muon_dimensions(model)
         >>> dimensions.layers[0].weight.array
-        MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1,))
+        MuonDimensionNumbers(reduction_axis=(1,), output_axis=(0,))
         >>> optimizer = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=lambda _: dimensions)
         >>> opt_state = TrainStep(loss_fn, optimizer).init(model)
     """
