@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from ..folders.beside import TIED
+from ..folders.beside import TIED, with_dtype
 from ..folders.folder import TensorFolder
 from ..folders.layout import FLOATS
 from ..folders.tensors import Tensor
@@ -43,11 +43,9 @@ def description_of(
         return {**hf_config, **tie}
     config = {**(config_of(model) if like is None else _config_like(model, like, follow_links)), **tie}
     plain = [tensor for tensor in tensors if tensor.layout is None and tensor.dtype in FLOATS]
-    if config and plain:
-        # That of most numbers.
-        dtype = max(plain, key=lambda tensor: math.prod(tensor.shape)).dtype.name
-        config |= dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"], dtype)
-    return config
+    # That of most numbers.
+    largest = max(plain, key=lambda tensor: math.prod(tensor.shape), default=None)
+    return config if largest is None else with_dtype(config, largest.dtype.name)
 
 
 def _config_like(model: Any, like: str | os.PathLike[str], follow_links: bool) -> dict[str, Any]:
