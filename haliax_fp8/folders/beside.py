@@ -54,6 +54,17 @@ def left_alone(config: Mapping[str, Any], plain: Sequence[str], layers: Iterable
     return (*plain, HEAD) if has_tied_head(config, layers) else tuple(plain)
 
 
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A configuration that says in which dtype its weights are, by the key that it has: engines cast them to that.
+
+    Args:
+        config: What `config.json` holds; if that is nothing, nothing is added.
+        dtype: The dtype's name.
+    """
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    return {**config, **dict.fromkeys(keys, dtype)} if config else {}
+
+
 def write_config(folder: pathlib.Path, config: Mapping[str, Any], layout: Layout | None, ignore: Sequence[str]) -> None:
     """Writes `config.json`, and what a layout has beside it.
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher
 from .._tensor_names import WEIGHT, is_head, is_linear, is_router
-from .beside import copy_others, left_alone, write_config
+from .beside import copy_others, left_alone, with_dtype, write_config
 from .check import check_folder
 from .configuration import presented, read_layout
 from .folder import TensorFolder, new_folder, write_tensors
@@ -183,7 +183,8 @@ def convert_folder(
     with new_folder(destination, "destination") as new:
         write_tensors(new, groups, shard_bytes, progress)
         layers = (name.removesuffix(WEIGHT) for name in folder.tensors if name.endswith(WEIGHT))
-        write_config(new, folder.config, chosen, left_alone(folder.config, high, layers))
+        config = with_dtype(folder.config, kind.name) if chosen is None and before is not None else folder.config
+        write_config(new, config, chosen, left_alone(config, high, layers))
         copy_others(folder.directory, new, follow_links=follow_links)
         if (after := check_folder(new, progress=progress)).errors:
             raise ValueError(f"the new folder would be broken, and was not written: {after.errors[0]}; report this")

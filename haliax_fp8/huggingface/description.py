@@ -1,5 +1,6 @@
 """What `config.json` says of a model that is exported: as the folder that it came from, if that still describes it."""
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from ..folders.beside import TIED
+from ..folders.beside import TIED, with_dtype
 from ..folders.folder import TensorFolder
 from ..folders.layout import FLOATS
 from ..folders.tensors import Tensor
@@ -36,18 +37,21 @@ def description_of(
         follow_links: As in `export_model`.
 
     Raises:
-        ValueError: If `like` is not a folder of a model of the same architecture; names the first key that differs.
+        ValueError: If `hf_config` is not JSON, or `like` not a folder of a model of the same architecture; names the
+            first key that differs.
     """
     tie = {TIED: True} if is_tied else {}
     if hf_config is not None:
+        try:
+            json.dumps(dict(hf_config), allow_nan=False, default=str)
+        except ValueError as error:
+            raise ValueError(f"hf_config={hf_config!r} cannot be written as JSON: {error}") from error
         return {**hf_config, **tie}
     config = {**(config_of(model) if like is None else _config_like(model, like, follow_links)), **tie}
     plain = [tensor for tensor in tensors if tensor.layout is None and tensor.dtype in FLOATS]
-    if config and plain:
-        # That of most numbers.
-        dtype = max(plain, key=lambda tensor: math.prod(tensor.shape)).dtype.name
-        config |= dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"], dtype)
-    return config
+    # That of most numbers.
+    largest = max(plain, key=lambda tensor: math.prod(tensor.shape), default=None)
+    return config if largest is None else with_dtype(config, largest.dtype.name)
 
 
 def _config_like(model: Any, like: str | os.PathLike[str], follow_links: bool) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import pathlib
 from collections import Counter
@@ -177,10 +176,6 @@ def export_model(
     require_layers(model, "export_model(model, directory)")
     if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes!r} must be a positive integer; 5 * 10**9 is usual")
-    try:
-        json.dumps(hf_config, allow_nan=False, default=str)
-    except ValueError as error:
-        raise ValueError(f"hf_config={hf_config!r} cannot be written as JSON: {error}") from error
     check_not_modified(model)
     chosen = as_layout(layout)
     how = _How(names_of(model, names), dtype, bf16_scales, training_scales, targets, exclude, config)
@@ -274,8 +269,8 @@ class _How:
     config: Fp8Config | None
 
     def __post_init__(self) -> None:
-        for flag in ("bf16_scales", "training_scales"):
-            require_bool(flag, getattr(self, flag), of="an export")
+        require_bool("bf16_scales", self.bf16_scales, of="an export")
+        require_bool("training_scales", self.training_scales, of="an export")
 
 
 def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor], tuple[str, ...]]:

@@ -235,4 +235,8 @@ def test_what_is_written_says_its_dtype(tmp_path):
     for dtype, expected in {"float32": "float32", "float16": "float16", None: "float32"}.items():
         export_model(model, tmp_path / str(dtype), "BF16", dtype=dtype)
         assert {config_of(tmp_path / str(dtype))[key] for key in ("dtype", "torch_dtype")} == {expected}
+    export_model(model, tmp_path / "fp8", dtype="float16")
+    for layout, dtype in {"W8A16": "float16", "BF16": "float32"}.items():
+        convert_folder(tmp_path / "fp8", tmp_path / layout, layout, dtype="float32")
+        assert {config_of(tmp_path / layout)[key] for key in ("dtype", "torch_dtype")} == {dtype}
     assert TensorFolder.open(tmp_path / "float16")["lm_head.weight"].dtype == np.float16
