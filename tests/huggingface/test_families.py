@@ -250,7 +250,7 @@ def test_a_family_trains_in_fp8_and_goes_to_engines(name, tmp_path):
     model = load(write(tmp_path / "folder", weights(config), config), dtype=jnp.float32)
     # Scaled by this step's amaxes: three steps are too few for those of a history.
     model = fp8_linear_layers(model, Fp8Config(recipe="current"))
-    step = TrainStep(lambda model, tokens: (model(tokens) ** 2).mean().scalar(), optax.adam(1e-3))
+    step = TrainStep(lambda model, tokens: (model(tokens) ** 2).mean().scalar(), optax.lion(1e-3))
     opt_state, losses = step.init(model), []
     for _ in range(3):
         model, opt_state, metrics = step(model, opt_state, tokens)
