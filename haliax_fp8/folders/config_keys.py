@@ -370,6 +370,11 @@ class Rope(Group):
         if nested:
             local = settings.pop("sliding_attention", None) or {}
             whole = {**(settings.pop("full_attention", None) or {}), **settings}
+        if self.local == 0.0 and not nested and keys.get("rope_theta", self.theta) != self.theta:
+            raise ValueError(
+                f"config.json has rope_theta={keys.get('rope_theta')!r}, which some libraries take for all layers, and "
+                "some for those without a window; write it in rope_parameters, for each kind of layer"
+            )
         if "longrope" in self.kinds and keys.get(_ORIGINAL) is not None:
             whole = {**whole, _ORIGINAL: keys.get(_ORIGINAL)}
         read: Fields = {"rope": self._one(keys, whole, "rope_theta", self.theta, fields)}

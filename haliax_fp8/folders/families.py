@@ -127,9 +127,9 @@ class Family:
 
     @property
     def layers_of_block(self) -> list[str]:
-        """The linear layers of a block, by their names in it, but experts and routers."""
+        """The layers of a block, by their names in it, but experts and routers."""
         names = {part: name.partition("{i}.")[2] for part, name in self.names.items() if "{i}" in part}
-        return [name for part, name in names.items() if not part.endswith(("{e}", "router", "norm"))]
+        return [name for part, name in names.items() if not part.endswith(("{e}", "router"))]
 
     def shape(self, layer: str, config: Mapping[str, Any]) -> tuple[int, ...] | None:
         """The shape of a layer's weight; None if the configuration does not say it.

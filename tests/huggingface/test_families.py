@@ -13,7 +13,7 @@ import optax
 import pytest
 from folders import write
 
-from haliax_fp8 import TrainStep, fp8_linear_layers
+from haliax_fp8 import Fp8Config, TrainStep, fp8_linear_layers
 from haliax_fp8.folders import check_folder
 from haliax_fp8.folders.families import FAMILIES
 from haliax_fp8.huggingface import export_model, hugging_face_config, load
@@ -247,8 +247,10 @@ def test_a_family_computes_what_its_published_configuration_says(name, tmp_path)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.more] * (n != "Phi-4-mini")) for n in PUBLISHED])
 def test_a_family_trains_in_fp8_and_goes_to_engines(name, tmp_path):
     config, tokens = PUBLISHED[name], hax.named(jnp.array(TOKENS), ("batch", "position"))
-    model = fp8_linear_layers(load(write(tmp_path / "folder", weights(config), config), dtype=jnp.float32))
-    step = TrainStep(lambda model, tokens: (model(tokens) ** 2).mean().scalar(), optax.sgd(1e-3))
+    model = load(write(tmp_path / "folder", weights(config), config), dtype=jnp.float32)
+    # Scaled by this step's amaxes: three steps are too few for those of a history.
+    model = fp8_linear_layers(model, Fp8Config(recipe="current"))
+    step = TrainStep(lambda model, tokens: (model(tokens) ** 2).mean().scalar(), optax.lion(1e-3))
     opt_state, losses = step.init(model), []
     for _ in range(3):
         model, opt_state, metrics = step(model, opt_state, tokens)
@@ -256,6 +258,19 @@ def test_a_family_trains_in_fp8_and_goes_to_engines(name, tmp_path):
     assert losses[2] < losses[0]
     export_model(model, tmp_path / "fp8", "FP8_DYNAMIC")
     assert not check_folder(tmp_path / "fp8").errors
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_check_knows_the_shapes_of_a_family(name, tmp_path):
+    config = PUBLISHED[name]
+    tensors = weights(config)
+    of_block = [name for name in tensors if ".layers.1." in name and name.endswith("weight") and "moe.gate" not in name]
+    for changed in (*of_block, "model.norm.weight", "model.embed_tokens.weight"):
+        folder = write(tmp_path / "cut", tensors | {changed: tensors[changed][:-1]}, config)
+        assert [error.tensor for error in check_folder(folder).errors] == [changed]
+    for missing in (name for name in of_block if ".experts." not in name):
+        folder = write(tmp_path / "cut", {name: x for name, x in tensors.items() if name != missing}, config)
+        assert [error.tensor for error in check_folder(folder).errors] == [missing]
 
 
 def test_a_row_that_lacks_a_part_is_an_error():

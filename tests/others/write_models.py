@@ -13,7 +13,7 @@ import shutil
 import sys
 
 import torch
-from published import published
+from published import PUBLISHED, published
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -56,6 +56,16 @@ SPECIAL = {
     "mlp_only_layers": [[0]],
     "layer_types": [["sliding_attention", "full_attention"]],
     "num_attention_heads": [8],
+}
+OF_PUBLISHED = {
+    "layer_types": [["full_attention", "sliding_attention"] * 2],
+    "no_rope_layers": [[0, 1, 1, 1]],
+    "hidden_act": ["gelu"],
+    "hidden_activation": ["gelu"],
+    "sliding_window": [5],
+    "head_dim": [24],
+    # Without an effect in Transformers, whatever their values.
+    **dict.fromkeys(("attention_dropout", "pretraining_tp", "max_sequence_length", "attention_head_dim"), []),
 }
 TOKENS = torch.arange(48).reshape(2, 24) * 7 % 64
 
@@ -104,6 +114,9 @@ if __name__ == "__main__":
     root = pathlib.Path(sys.argv[1])
     for name, settings in published().items():
         write(root / f"{name}--", settings, as_they_are=True)
+        for key in PUBLISHED[name].keys() & settings.keys() - {"model_type"}:
+            for index, changed in enumerate(OF_PUBLISHED.get(key, other(settings[key]))):
+                write(root / f"{name}--{key}--{index}", settings | {key: changed}, as_they_are=True)
     for family, options in FAMILIES.items():
         base = {"model_type": family, **SIZES, **options}
         write(root / f"{family}--", base)
