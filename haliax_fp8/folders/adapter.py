@@ -76,13 +76,9 @@ class AdapterFolder:
         rank, alpha, dropout = config.get("r"), config.get("lora_alpha", 8), config.get("lora_dropout") or 0.0
         if type(rank) is not int or rank < 1:
             raise wrong(f"it is {rank!r:.40}, but must be a positive whole number", "r")
-        for key, number in (("lora_alpha", alpha), ("lora_dropout", dropout)):
-            if (
-                not isinstance(number, int | float)
-                or isinstance(number, bool)
-                or not 0 <= number < (1 if key == "lora_dropout" else math.inf)
-            ):
-                raise wrong(f"it is {number!r:.40}, which is not such a number", key)
+        for key, number, top in (("lora_alpha", alpha, math.inf), ("lora_dropout", dropout, 1)):
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < top:
+                raise wrong(f"it is {number!r:.40}, but must be a number of at least 0 and less than {top}", key)
         halves = _halves(read_header(folder / ADAPTER_TENSORS), rank)
         return AdapterFolder(str(config.get("base_model_name_or_path") or ""), rank, alpha, dropout, halves)
 
