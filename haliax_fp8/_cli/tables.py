@@ -111,7 +111,7 @@ def device_table(rows: list[DeviceRow]) -> Table:
     table.add_column("device", overflow="fold")
     table.add_column("capability", no_wrap=True)
     table.add_column("recipes that run natively", overflow="fold")
-    table.add_column("preflight", overflow="fold")
+    table.add_column("preflight", overflow="fold", max_width=13)
     for row in rows:
         natively = Text(_summary(row), "green" if row.native else "yellow")
         state = row.preflight if row.preflight in ("ready", "cannot compile for it") else "not installed"

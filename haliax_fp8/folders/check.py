@@ -12,6 +12,7 @@ from rich.text import Text
 
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher
+from .adapter import AdapterFolder, is_adapter
 from .beside import is_language_model
 from .checked import WRITE_AGAIN, Checked, Fault, is_quantized, layout_name
 from .codes import looked_through
@@ -67,7 +68,7 @@ class CheckReport(Printable):
             counts = {"FP8": self.quantized - self.in_four_bits, "four bits": self.in_four_bits}
             counts = {kind: n for kind, n in counts.items() if n} or {"FP8": 0}
             shown = "".join(f", {n} weights in {kind}" for kind, n in counts.items())
-            summary += "" if self.converter else shown
+            summary += "" if self.converter or self.layout.startswith("adapter of ") else shown
         summary += f"; {self.verdict}"
         if not self.faults:
             return Text(f"{summary}: {self.converter}", "yellow") if self.converter else Text(summary, "green")
@@ -99,6 +100,8 @@ def check_folder(
     if not isinstance(directory, str | os.PathLike):
         raise ValueError(f"directory={directory!r} is not a path; use check_folder('a/folder')")
     path = pathlib.Path(directory)
+    if is_adapter(path):
+        return _adapter_report(path)
     try:
         folder = TensorFolder.open(path, follow_links=follow_links)
     except BrokenCheckpoint as broken:
@@ -143,6 +146,17 @@ _GENERATION = "generation_config.json"
 
 # Files of tokenizers: of any library, of Mistral's, of SentencePiece, and of the first models of Hugging Face.
 _TOKENIZER = re.compile(r"tokenizer|tekken\.json|spiece\.model|sentencepiece|vocab\.")
+
+
+def _adapter_report(path: pathlib.Path) -> CheckReport:
+    """What is wrong with an adapter; whether it fits a base is seen when it is imported."""
+    try:
+        adapter = AdapterFolder.open(path)
+    except BrokenCheckpoint as broken:
+        problem, _, remedy = broken.problem.partition("; ")
+        return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, problem, remedy or WRITE_AGAIN),))
+    faults = tuple(Fault(*found) for found in adapter.faults())
+    return CheckReport(path, adapter.name, 0, 2 * len(adapter.halves), faults)
 
 
 def _without_layout(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:

@@ -72,6 +72,9 @@ class TensorFolder:
         if not folder.is_dir():
             problem = "it is not a folder; give the one that holds config.json, on this machine"
             raise BrokenCheckpoint(os.fspath(directory), problem)
+        if not os.path.lexists(folder / CONFIG) and (folder / "adapter_config.json").exists():
+            problem = "it is missing, because this is an adapter and not a model; load its base, then use"
+            raise BrokenCheckpoint(CONFIG, f"{problem} huggingface.import_adapter({os.fspath(directory)!r}, base)")
         config = json_file(file_inside(folder, CONFIG, "a checkpoint has it beside its tensors", follow_links))
         listed = None
         if os.path.lexists(folder / INDEX):

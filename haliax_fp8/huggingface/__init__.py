@@ -16,7 +16,7 @@ from ..folders import (
     explain_folder,  # noqa: F401
 )
 from . import names as names
-from .adapter import export_adapter as export_adapter
+from .adapter import export_adapter as export_adapter, import_adapter as import_adapter
 from .architecture import hugging_face_config as hugging_face_config
 from .exporting import ExportReport as ExportReport, export_model as export_model, serving_tensors as serving_tensors
 from .frozen import (

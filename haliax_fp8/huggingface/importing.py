@@ -192,6 +192,8 @@ def load(
         'ServedLinear'
     """
     require_folder_name(directory, "load(directory)")
+    if not isinstance(without_effect, tuple | list) or not all(isinstance(key, str) for key in without_effect):
+        raise ValueError(f"without_effect={without_effect!r} must be keys of config.json, such as ('use_cache',)")
     folder = TensorFolder.open(directory, follow_links=follow_links)
     config, names = transformer_of(folder, without_effect)
     named = folder.config.get("dtype", folder.config.get("torch_dtype", "bfloat16"))
