@@ -66,9 +66,8 @@ FORECAST = ("product", "Llama-8B, unrolled", "Llama-8B, scan + checkpointing", "
 FORECAST += ("experts", "linear")
 
 
-def measure(part: Part, measured: Measurements, call: str, limit: float, *, smoke: bool) -> int:
+def measure(part: Part, measured: Measurements, call: str, limit: float, parent: int, *, smoke: bool) -> int:
     """What a process of its own does: measures one part, and returns its exit status."""
-    parent = os.getppid()
 
     def end_with_parent() -> None:
         while os.getppid() == parent:
@@ -117,8 +116,8 @@ def run_call(chosen: Sequence[Part] | None, measured: Measurements, minutes: flo
             **os.environ,
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
         }
-        asked = ["--child", key, "--json", str(measured.path), "--call", call, "--limit", f"{limit:.0f}"]
-        command = [sys.executable, __file__, *asked, *["--smoke"] * smoke]
+        asked = ["--child", key, "--parent", str(os.getpid()), "--limit", f"{limit:.0f}", "--call", call]
+        command = [sys.executable, __file__, *asked, "--json", str(measured.path), *["--smoke"] * smoke]
         return subprocess.run(command, env=variables, check=False).returncode
 
     if status := process("device", 300.0):
@@ -190,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--forecast", nargs="+", metavar="DEVICE", help="only add forecasts for devices")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--call", help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     by_key = {part.key: part for part in parts()}
@@ -200,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.child == "device":
         describe_device(measured, options.call, smoke=options.smoke)
     elif options.child:
-        raise SystemExit(measure(by_key[options.child], measured, options.call, options.limit, smoke=options.smoke))
+        given = options.call, options.limit, options.parent
+        raise SystemExit(measure(by_key[options.child], measured, *given, smoke=options.smoke))
     elif options.list:
         for part in by_key.values():
             print(f"{part.key:45s} {part.minutes:4g} minutes, {' and '.join(part.on)}")
