@@ -60,15 +60,14 @@ from haliax_fp8.devices import Device  # noqa: E402
 
 
 MEASURED = HERE / "measured_on_gpus.jsonl"
-SMOKE_MINUTES = 2.0
+SMOKE_MINUTES = 0.5
 UNFINISHED = 75
 FORECAST = ("product", "Llama-8B, unrolled", "Llama-8B, scan + checkpointing", "Llama-8B, scan", "block scales")
 FORECAST += ("experts", "linear")
 
 
-def measure(part: Part, measured: Measurements, call: str, limit: float, *, smoke: bool) -> int:
+def measure(part: Part, measured: Measurements, call: str, limit: float, parent: int, *, smoke: bool) -> int:
     """What a process of its own does: measures one part, and returns its exit status."""
-    parent = os.getppid()
 
     def end_with_parent() -> None:
         while os.getppid() == parent:
@@ -117,8 +116,8 @@ def run_call(chosen: Sequence[Part] | None, measured: Measurements, minutes: flo
             **os.environ,
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
         }
-        asked = ["--child", key, "--json", str(measured.path), "--call", call, "--limit", f"{limit:.0f}"]
-        command = [sys.executable, __file__, *asked, *["--smoke"] * smoke]
+        asked = ["--child", key, "--parent", str(os.getpid()), "--limit", f"{limit:.0f}", "--call", call]
+        command = [sys.executable, __file__, *asked, "--json", str(measured.path), *["--smoke"] * smoke]
         return subprocess.run(command, env=variables, check=False).returncode
 
     if status := process("device", 300.0):
@@ -128,16 +127,17 @@ def run_call(chosen: Sequence[Part] | None, measured: Measurements, minutes: flo
     done, waiting = measured.done(device) if chosen is None else set(), []
     for part in chosen or [part for part in parts() if smoke or generation in part.on]:
         limit, left = 60.0 * (SMOKE_MINUTES if smoke else part.minutes), end - time.monotonic()
+        takes_the_rest = smoke or part.goes_on
         if part.key in done:
             continue
         if limit > left:
             waiting.append(f"{part.key}, {limit / 60:g} minutes")
             continue
-        limit = left if part.goes_on else limit
+        limit = left if takes_the_rest else limit
         print(f"{part.key}: at most {limit / 60:.1f} of {left / 60:.1f} minutes", file=sys.stderr, flush=True)
         begin = time.monotonic()
         status = process(part.key, limit, FLAGS[part.flags])
-        if status == UNFINISHED:
+        if status == UNFINISHED or (status == -signal.SIGALRM and takes_the_rest):
             waiting.append(part.key)
             continue
         line = {"call": call, "device": device, "done": part.key, "seconds": round(time.monotonic() - begin, 1)}
@@ -189,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--forecast", nargs="+", metavar="DEVICE", help="only add forecasts for devices")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--call", help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     by_key = {part.key: part for part in parts()}
@@ -199,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.child == "device":
         describe_device(measured, options.call, smoke=options.smoke)
     elif options.child:
-        raise SystemExit(measure(by_key[options.child], measured, options.call, options.limit, smoke=options.smoke))
+        given = options.call, options.limit, options.parent
+        raise SystemExit(measure(by_key[options.child], measured, *given, smoke=options.smoke))
     elif options.list:
         for part in by_key.values():
             print(f"{part.key:45s} {part.minutes:4g} minutes, {' and '.join(part.on)}")

@@ -30,7 +30,8 @@ def folder(tmp_path):
 
 
 def asked(out, folder, *more, steps=12):
-    tiny = ["--size", "tiny", "--quiet", "--markdown", "--save-every", "0", "--seeds", "1"]
+    # The time counts from the import, which another test may have done.
+    tiny = ["--size", "tiny", "--quiet", "--markdown", "--save-every", "0", "--seeds", "1", "--minutes", "600"]
     return [*tiny, "--steps", str(steps), "--out", str(out), "--folder", str(folder), *more]
 
 
