@@ -32,8 +32,8 @@ ROWS = (1, 16, 256)
 FLAGS = {"XLA's defaults": {}, "cuBLASLt alone": {"xla_gpu_enable_triton_gemm": False}}
 
 
-def served(layout: str, sizes: Sizes, *, stacked: bool = False, unstack: bool = True) -> Any:
-    """The blocks, abstract.
+def served_blocks(layout: str, sizes: Sizes, *, stacked: bool = False, unstack: bool = True) -> Any:
+    """The blocks.
 
     Args:
         layout: How they are quantized, or "BF16".
@@ -41,16 +41,17 @@ def served(layout: str, sizes: Sizes, *, stacked: bool = False, unstack: bool = 
         stacked: Whether they begin as a stack.
         unstack: Whether the stack becomes one block after the other.
     """
+    blocks = models.llama(stacked=stacked).model(sizes)
+    if layout == "BF16":
+        return blocks
+    if layout == "FP8":
+        blocks = fp8.fp8_linear_layers(blocks, recipe="delayed", emulate=True)
+    return quantize_for_inference(blocks, layout, unstack=unstack)
 
-    def make() -> Any:
-        blocks = models.llama(stacked=stacked).model(sizes)
-        if layout == "BF16":
-            return blocks
-        if layout == "FP8":
-            blocks = fp8.fp8_linear_layers(blocks, recipe="delayed", emulate=True)
-        return quantize_for_inference(blocks, layout, unstack=unstack)
 
-    return eqx.filter_eval_shape(make)
+def served(layout: str, sizes: Sizes, **stack: bool) -> Any:
+    """The same, abstract."""
+    return eqx.filter_eval_shape(lambda: served_blocks(layout, sizes, **stack))
 
 
 def row(layout: str, rows: int, flags: str, device: str, sizes: Sizes = LLAMA_8B, **stack: bool) -> Row:
@@ -62,7 +63,7 @@ def row(layout: str, rows: int, flags: str, device: str, sizes: Sizes = LLAMA_8B
         flags: The compiler's, a key of `FLAGS`.
         device: The device.
         sizes: Of the blocks.
-        **stack: As in `served`.
+        **stack: As in `served_blocks`.
     """
     blocks = served(layout, sizes, **stack)
     axes = hax.Axis("token", rows), hax.Axis("hidden", sizes.llama.hidden)

@@ -12,19 +12,15 @@ from typing import Any
 
 import equinox as eqx
 from lib import output
-from lib.experts import gradients, layer_and_batch
+from lib.experts import GROUPED_BF16, gradients, layer_and_batch
 from lib.output import Row
 from rich.progress import Progress
 
 from haliax_fp8.preflight import inspect_step
 from haliax_fp8.recipes import Recipe
-from haliax_fp8.recipes.scaling import HighPrecision
 
 
 SIZES = {"8 experts": (8, 16384, 4096, 14336), "64 experts": (64, 16384, 2048, 1408)}
-GROUPED_BF16 = Recipe.of(HighPrecision())
-"""The same kernels as for FP8, of operands in bf16."""
-
 RECIPES = (None, GROUPED_BF16, "delayed", "rowwise", "deepseek")
 COLUMNS: dict[str, Callable[[Any], str]] = {
     "experts": lambda row: row["size"],

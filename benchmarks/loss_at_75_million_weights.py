@@ -1,26 +1,34 @@
 """Question: what does FP8 cost in loss, in a Llama of 75 million weights and on 100 million bytes of real text?
 
-    uv run benchmarks/loss_at_75_million_weights.py [--minutes 8] [--json FILE]                  # needs a GPU
-    uv run benchmarks/loss_at_75_million_weights.py --runs bf16:1 --steps N --json FILE          # adds runs to a file
-    uv run benchmarks/loss_at_75_million_weights.py --smoke                                      # tiny, anywhere
+    uv run benchmarks/loss_at_75_million_weights.py --minutes 10              # needs a GPU; the same command goes on
+    uv run benchmarks/loss_at_75_million_weights.py --size 3M --steps 2000 --seeds 3 --minutes 600    # on a CPU
+    uv run benchmarks/loss_at_75_million_weights.py --size tiny               # anywhere: no figures
+    uv run benchmarks/loss_at_75_million_weights.py --show FILE --plot PICTURE.svg
 
-Runs are `variant:seed`. Those of one call train side by side in one process, a few steps of each in turn: from the same
-weights, on the same batches in the same order. A call is a whole comparison, then, however long it took, and the next
-one adds to the same file. It measures how long a step takes, and does as many as fit into `--minutes`, at most one pass
-over `--bytes`; give the later calls the `--steps` of the first, because the learning rate depends on them.
+Every variant trains on the same batches in the same order, and from the same weights, as bf16 with its seed; `bf16+ulp`
+is bf16 once more, from weights moved by one ulp of float32: what two runs differ by that ought to be the same. All runs
+train side by side, a few steps of each in turn, so that whenever a call ends there is a comparison. The gap is that of
+the losses of pairs, `100 (loss / loss in bf16 - 1)`.
+
+A call ends after `--minutes`, and the next one goes on from `--out`, which has every run's last state and
+`results.json`. Both are written every minute, or so seldom that writing takes a tenth of the time. Runs do one pass
+over the text, or `--steps`: the learning rate depends on their number, so all calls have to agree in it. More
+`--variants` or `--seeds` can be added, and catch up.
 
 Tokens are bytes. The text is the source and the prose of the Python packages that are installed where it runs: files of
-the same content count once, their order is that of their hashes, and every fiftieth is held back. What was read is
-listed, with its hashes, beside the file of results. A file that was copied with changes may be in both parts.
+the same content count once, their order is that of their hashes, and every fiftieth is held back. It is kept in `--out`
+with a list of its files. A file that was copied with changes may be in both parts.
 """
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import os
 import statistics
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,9 +47,11 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from lib import output  # noqa: E402
 from lib.language_model import JaxAttention, next_token_loss  # noqa: E402
+from lib.paired_gaps import paired_gap  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: E402
 
 import haliax_fp8 as fp8  # noqa: E402
+from haliax_fp8.checkpoints import load_into, save  # noqa: E402
 from haliax_fp8.models import Transformer, TransformerConfig  # noqa: E402
 from haliax_fp8.models.rotary import rotate  # noqa: E402
 from haliax_fp8.training import quantized_state  # noqa: E402
@@ -50,6 +60,9 @@ from haliax_fp8.training import quantized_state  # noqa: E402
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
 HELD_BACK = 50
 """One file of so many is held back."""
+BASELINE = "bf16"
+POINTS = 100
+"""Of a curve: each is the mean of the losses of a hundredth of the steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,27 +72,46 @@ class Sizes:
     Args:
         llama: The model.
         batch: Sequences in a step.
-        text_bytes: Of the training text.
+        text_bytes: Of the training text, at most.
+        least_text_bytes: Less is an error.
         validation_batches: Batches of the text that is held back.
         chunk: Steps of one run before the next one's turn.
+        learning_rate: At its peak.
     """
 
-    llama: TransformerConfig = TransformerConfig(
-        layers=12, hidden=768, heads=12, kv_heads=4, head_dim=64, mlp=2048, max_length=2048, unroll=1
-    )
-    batch: int = 16
-    text_bytes: int = 100_000_000
+    llama: TransformerConfig
+    batch: int
+    text_bytes: int
+    least_text_bytes: int
     validation_batches: int = 16
     chunk: int = 25
+    learning_rate: float = 6e-4
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.llama.max_length
 
 
-SMOKE = Sizes(
-    TransformerConfig(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=64, max_length=32, unroll=1),
-    batch=4,
-    text_bytes=40_000,
-    validation_batches=2,
-    chunk=3,
-)
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, length: int) -> TransformerConfig:
+    head_dim = hidden // heads
+    return TransformerConfig(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp=mlp,
+        max_length=length,
+        unroll=1,
+    )
+
+
+SIZES = {
+    "75M": Sizes(_llama(12, 768, 12, 4, 2048, 2048), 16, 100_000_000, 50_000_000),
+    "3M": Sizes(_llama(4, 256, 8, 4, 704, 128), 4, 10_000_000, 1_000_000, 32, 10, 1e-3),
+    "tiny": Sizes(_llama(2, 32, 2, 1, 64, 32), 4, 40_000, 1_000, 2, 3),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +122,13 @@ class Variant:
         config: How it is converted; None leaves it in bf16.
         first_in_bf16: The share of the steps before it is converted.
         fp8_moments: Whether the optimizer's moments are stored in FP8.
+        ulp: Whether its weights start one ulp of float32 above those of the seed.
     """
 
     config: fp8.Fp8Config | None = None
     first_in_bf16: float = 0.0
     fp8_moments: bool = False
+    ulp: bool = False
 
 
 def _recipe(name: str) -> fp8.Fp8Config:
@@ -102,8 +136,10 @@ def _recipe(name: str) -> fp8.Fp8Config:
 
 
 VARIANTS = {
-    "bf16": Variant(),
+    BASELINE: Variant(),
+    "bf16+ulp": Variant(ulp=True),
     "delayed": Variant(_recipe("delayed")),
+    "current": Variant(_recipe("current")),
     "rowwise": Variant(_recipe("rowwise")),
     "delayed+fp8_moments": Variant(_recipe("delayed"), fp8_moments=True),
     "bf16+fp8_moments": Variant(fp8_moments=True),
@@ -118,17 +154,17 @@ class Text:
     Args:
         train: Training bytes.
         validation: Bytes of other files.
-        files: For each file its path, its SHA-256 and its size.
+        files: A line for each file: its SHA-256, its size and its path.
     """
 
     train: np.ndarray
     validation: np.ndarray
-    files: list[tuple[str, str, int]]
+    files: list[str]
 
     @property
     def digest(self) -> str:
         """A hash of all that was read."""
-        return hashlib.sha256("".join(sha for _, sha, _ in self.files).encode()).hexdigest()[:16]
+        return hashlib.sha256(self.train.tobytes() + self.validation.tobytes()).hexdigest()[:16]
 
     def sequences(self, sizes: Sizes, seed: int) -> np.ndarray:
         """The training text as sequences, each once, in the order of a seed."""
@@ -137,15 +173,34 @@ class Text:
         return self.train[: count * sizes.llama.max_length].reshape(count, -1)[order]
 
 
-def installed_text(sizes: Sizes, roots: Sequence[Path] | None = None) -> Text:
-    """The text of the packages that are installed.
+def text_in(folder: Path, sizes: Sizes, roots: Sequence[Path] | None) -> Text:
+    """The text of an earlier call, or else that of the installed packages, which it keeps.
 
     Args:
+        folder: Where it is kept.
         sizes: How much is needed.
+        roots: Folders to read; None for the standard library's and the packages'.
+    """
+    arrays, listing = folder / "text.npz", folder / "text.files.txt"
+    if not arrays.exists():
+        text = installed_text(sizes, roots)
+        listing.write_text("\n".join(text.files))
+        draft = folder / "text.part.npz"
+        np.savez(draft, train=text.train, validation=text.validation)
+        draft.replace(arrays)
+    with np.load(arrays) as found:
+        return Text(found["train"], found["validation"], listing.read_text().splitlines())
+
+
+def installed_text(sizes: Sizes, roots: Sequence[Path] | None = None) -> Text:
+    """As much text of the packages that are installed as a run takes.
+
+    Args:
+        sizes: How much that is.
         roots: Folders to read; None for the standard library's and the packages'.
 
     Raises:
-        ValueError: If there is less than that.
+        ValueError: If there is too little.
     """
     paths = sysconfig.get_paths()
     roots = roots or [Path(paths[name]) for name in ("stdlib", "purelib", "platlib")]
@@ -154,21 +209,21 @@ def installed_text(sizes: Sizes, roots: Sequence[Path] | None = None) -> Text:
         # Larger ones are tables that a program wrote.
         if path.suffix in SUFFIXES and path.is_file() and path.stat().st_size <= 1_000_000:
             unique.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
-    train_size, held_size = sizes.text_bytes, sizes.validation_batches * sizes.batch * sizes.llama.max_length
+    held_size = sizes.validation_batches * sizes.tokens
     train, held, files = bytearray(), bytearray(), []
     for sha, path in sorted(unique.items()):
-        part, size = (held, held_size) if int(sha[-8:], 16) % HELD_BACK == 0 else (train, train_size)
+        part, size = (held, held_size) if int(sha[-8:], 16) % HELD_BACK == 0 else (train, sizes.text_bytes)
         if len(part) < size:
             part += path.read_bytes()
-            files.append((str(path), sha, path.stat().st_size))
-    if len(train) < train_size or len(held) < held_size:
+            files.append(f"{sha}  {path.stat().st_size:>7}  {path}")
+    if len(train) < sizes.least_text_bytes or len(held) < held_size:
         raise ValueError(
-            f"the folders have {len(train)} bytes of text for training and {len(held)} for validation, and "
-            f"{train_size} and {held_size} are needed; install more packages, or give a --folder or a smaller --bytes"
+            f"the folders have {len(train) / 1e6:.2f} MB of text to train on, {len(held) / 1e6:.2f} MB to hold back; "
+            f"this size takes {sizes.least_text_bytes / 1e6:g} and {held_size / 1e6:.2f} MB at least: install more "
+            "packages, such as those of `uv sync --group dev`, or name folders with --folder"
         )
-    return Text(
-        np.frombuffer(bytes(train[:train_size]), np.uint8), np.frombuffer(bytes(held[:held_size]), np.uint8), files
-    )
+    as_array = lambda part, size: np.frombuffer(bytes(part[:size]), np.uint8)
+    return Text(as_array(train, sizes.text_bytes), as_array(held, held_size), files)
 
 
 def rotary_attention(query: Any, key: Any, value: Any, *rotary: hax.NamedArray) -> hax.NamedArray:
@@ -177,19 +232,22 @@ def rotary_attention(query: Any, key: Any, value: Any, *rotary: hax.NamedArray) 
     return JaxAttention(implementation)(rotate(query, *rotary), rotate(key, *rotary), value)
 
 
-def _optimizer(variant: Variant) -> optax.GradientTransformation:
+@functools.cache
+def training_step(*, fp8_moments: bool) -> fp8.TrainStep:
+    """One for all runs that share an optimizer, so that each kind of model is compiled once."""
     moments = optax.scale_by_adam(b2=0.95)
 
     # The learning rate is part of the optimizer's state, so that the program does not depend on the number of steps.
     def chained(learning_rate: Any) -> optax.GradientTransformation:
         return optax.chain(
             optax.clip_by_global_norm(1.0),
-            quantized_state(moments) if variant.fp8_moments else moments,
+            quantized_state(moments) if fp8_moments else moments,
             optax.add_decayed_weights(0.1, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return optax.inject_hyperparams(chained)(learning_rate=0.0)
+    optimizer = optax.inject_hyperparams(chained)(learning_rate=0.0)
+    return fp8.TrainStep(next_token_loss, optimizer, donate=True)
 
 
 class Run:
@@ -199,72 +257,100 @@ class Run:
         name: Its variant and its seed, as in `delayed:0`.
         sizes: The sizes.
         text: The text.
+        steps: How many there will be.
+        folder: Where its state is; if there is any, the run goes on from it.
     """
 
-    def __init__(self, name: str, sizes: Sizes, text: Text) -> None:
+    def __init__(self, name: str, sizes: Sizes, text: Text, steps: int, folder: Path) -> None:
+        self.name, self.sizes, self.path = name, sizes, folder / f"{name.replace(':', '-')}.safetensors"
         variant, _, seed = name.partition(":")
-        self.name, self.variant, self.seed, self.sizes = name, VARIANTS[variant], int(seed), sizes
-        self.sequences = text.sequences(sizes, self.seed)
+        self.variant, self.rates = VARIANTS[variant], learning_rates(steps, sizes.learning_rate)
+        self.sequences = text.sequences(sizes, int(seed))
+        self.conversion = math.ceil(self.variant.first_in_bf16 * steps / sizes.chunk) * sizes.chunk
         config = dataclasses.replace(sizes.llama, attention=rotary_attention)
-        self.model = eqx.filter_jit(Transformer.init)(config, key=jax.random.key(self.seed))
-        self.step = fp8.TrainStep(next_token_loss, _optimizer(self.variant), donate=True)
+        self.model = eqx.filter_jit(Transformer.init)(config, key=jax.random.key(int(seed)))
+        if self.variant.ulp:
+            self.model = jax.tree.map(lambda w: jnp.nextafter(w, jnp.inf) if eqx.is_array(w) else w, self.model)
+        self.step = training_step(fp8_moments=self.variant.fp8_moments)
         self.opt_state = self.step.init(self.model)
-        self.losses: list[float] = []
+        self.record = {
+            "done": np.zeros((), np.int32),
+            "losses": np.zeros(steps, np.float32),
+            # Step, loss, and loss of the weights in bf16 of each quarter.
+            "validations": np.zeros((4, 3), np.float32),
+        }
         self.seconds: list[float] = []
-        self.validations: list[tuple[int, float, float]] = []
-        if self.variant.first_in_bf16 == 0.0:
-            self.convert(0)
+        if self.path.exists():
+            # How far it was says whether its model is converted.
+            (*_, self.record), _ = load_into((None, None, self.record), self.path)
+            if self.done > self.conversion:
+                self.convert()
+            (self.model, self.opt_state, self.record), _ = load_into(self._tree, self.path, strict=True)
+            self.record = jax.tree.map(np.array, self.record)
+
+    @property
+    def _tree(self) -> Any:
+        return self.model, self.opt_state, self.record
 
     @property
     def done(self) -> int:
         """Steps that were done."""
-        return len(self.losses)
+        return int(self.record["done"])
 
-    def convert(self, index: int) -> None:
-        """Converts the model, and fills its state from the batch of a step."""
+    def save(self) -> None:
+        """Replaces the file of its state. A run that has diverged is a result too."""
+        save(self.path, self._tree, allow_nonfinite=True)
+
+    def convert(self) -> None:
+        """Converts the model."""
         if self.variant.config is not None:
             old, self.model = self.model, fp8.fp8_linear_layers(self.model, self.variant.config)
             self.opt_state = fp8.transfer_optimizer_state(self.opt_state, old, self.model)
-            self.model = self.step.calibrate(self.model, self.batch(index))
 
     def batch(self, index: int) -> hax.NamedArray:
         """The tokens of a step."""
         start = index * self.sizes.batch
         return _named(self.sequences[start : start + self.sizes.batch])
 
-    def train(self, indices: range, learning_rates: Sequence[float]) -> None:
-        """Some steps, timed as a whole."""
+    def train(self, held: Sequence[hax.NamedArray]) -> None:
+        """Its turn: some steps, timed as a whole; after a quarter of all also a validation."""
+        start, steps = self.done, len(self.rates)
+        if start == self.conversion:
+            self.convert()
+            self.model = self.step.calibrate(self.model, self.batch(start))
+        indices = range(start, min(start + self.sizes.chunk, steps))
         batches = [self.batch(index) for index in indices]
         begin, losses = time.perf_counter(), []
         for index, tokens in zip(indices, batches, strict=True):
-            self.opt_state.hyperparams["learning_rate"] = jnp.float32(learning_rates[index])
+            self.opt_state.hyperparams["learning_rate"] = jnp.float32(self.rates[index])
             self.model, self.opt_state, metrics = self.step(self.model, self.opt_state, tokens)
             losses.append(metrics["loss"])
-        self.losses += [float(loss) for loss in losses]
+        self.record["losses"][start : indices.stop] = [float(loss) for loss in losses]
         self.seconds.append((time.perf_counter() - begin) / len(indices))
+        self.record["done"] = np.int32(indices.stop)
+        for quarter in range(4):
+            if start < steps * (quarter + 1) // 4 <= self.done:
+                self.record["validations"][quarter] = (self.done, *self.validation(held))
 
-    def validate(self, batches: Sequence[hax.NamedArray]) -> None:
+    def validation(self, held: Sequence[hax.NamedArray]) -> tuple[float, float]:
         """The loss of the text that is held back, as trained and of the same weights in bf16."""
-        mean = lambda model: statistics.fmean(float(_loss(model, tokens)) for tokens in batches)
+        mean = lambda model: statistics.fmean(float(_loss(model, tokens)) for tokens in held)
         loss = mean(self.model)
-        in_bf16 = loss if self.variant.config is None else mean(fp8.restore_linear_layers(self.model))
-        self.validations.append((self.done, loss, in_bf16))
+        return loss, loss if self.variant.config is None else mean(fp8.restore_linear_layers(self.model))
 
-    def seconds_per_step(self) -> float:
-        """Of the slower part, if it is converted later. The run is used up."""
-        if self.variant.first_in_bf16:
-            self.convert(0)
-        for _ in range(2):
-            self.train(range(self.sizes.chunk), [0.0] * self.sizes.chunk)
-        return self.seconds[1]
-
-    def record(self) -> dict[str, Any]:
-        """What the file keeps of it."""
+    @property
+    def result(self) -> dict[str, Any]:
+        """What `results.json` has of it."""
+        width = max(1, len(self.rates) // POINTS)
+        whole = self.done // width * width
+        # The first turn compiles.
+        seconds = self.seconds[1:] or self.seconds
         return {
-            "losses": [round(loss, 5) for loss in self.losses],
-            "validations": self.validations,
-            # The first turn compiles.
-            "seconds_per_step": statistics.median(self.seconds[1:] or self.seconds),
+            "done": self.done,
+            "every": width,
+            "losses": self.record["losses"][:whole].reshape(-1, width).mean(axis=1).round(5).tolist(),
+            "validations": [row for row in self.record["validations"].round(5).tolist() if row[0]],
+            "seconds_per_step": statistics.median(seconds) if seconds else None,
         }
 
 
@@ -276,141 +362,206 @@ _loss = eqx.filter_jit(next_token_loss)
 
 
 def learning_rates(steps: int, peak: float) -> np.ndarray:
-    """Half a cosine after a warm-up of a fiftieth of the steps."""
+    """Half a cosine to a tenth of the peak, after a warm-up of a fiftieth of the steps."""
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 50), steps, 0.1 * peak)
     return np.asarray(rate(np.arange(steps) + 0.5), np.float32)
 
 
-def fitting_steps(runs: Sequence[str], sizes: Sizes, text: Text, limit: int, end: float) -> int:
-    """As many steps as fit until a time, of `time.monotonic`, at most `limit`; whole turns."""
-    seconds = 0.0
-    for name in dict.fromkeys(name.partition(":")[0] for name in runs):
-        count = sum(run.partition(":")[0] == name for run in runs)
-        seconds += count * Run(f"{name}:0", sizes, text).seconds_per_step()
-    # A tenth of what is left is for validation.
-    fitting = int(0.9 * max(0.0, end - time.monotonic()) / seconds)
-    steps = min(limit, fitting) // sizes.chunk * sizes.chunk
-    if steps == 0:
-        raise ValueError(
-            f"{sizes.chunk} steps of each run take {seconds * sizes.chunk:.0f} s, more than is left of --minutes; "
-            "give more of them, or fewer --runs"
-        )
-    return steps
-
-
-def compare(names: Sequence[str], sizes: Sizes, text: Text, options: argparse.Namespace) -> dict[str, Any]:
-    """Trains the runs side by side, and returns what the file has after them."""
-    limit = len(text.train) // sizes.llama.max_length // sizes.batch // sizes.chunk * sizes.chunk
-    steps = options.steps or fitting_steps(names, sizes, text, limit, BEGIN + 60.0 * options.minutes)
-    if not 0 < steps <= limit or steps % sizes.chunk:
-        raise ValueError(f"--steps {steps} is not a multiple of {sizes.chunk} from {sizes.chunk} to {limit}")
-    settings = {"steps": steps, "learning_rate": options.learning_rate, "sizes": repr(sizes), "text": text.digest}
-    content = _read(options.json, settings) or {"settings": settings, "runs": {}}
-    rates = learning_rates(steps, options.learning_rate)
+def train(names: Sequence[str], sizes: Sizes, text: Text, steps: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Goes on with the runs until they are done or the time is over, and returns what `results.json` has then."""
+    settings = {"size": options.size, "steps": steps, "text": text.digest}
+    file, folder = options.out / "results.json", options.out
+    content = _of_earlier_calls(file, settings)
     held = text.validation.reshape(sizes.validation_batches, sizes.batch, sizes.llama.max_length)
     held = [_named(tokens) for tokens in held]
-    runs = [Run(name, sizes, text) for name in names]
-    marks = [steps * quarter // 4 // sizes.chunk * sizes.chunk for quarter in range(1, 5)]
+    runs = [Run(name, sizes, text, steps, folder) for name in names]
+
+    def write() -> float:
+        begin = time.monotonic()
+        for run in runs:
+            run.save()
+            earlier = content["runs"].get(run.name, {})
+            content["runs"][run.name] = run.result | ({} if run.seconds else _timing_of(earlier))
+        draft = file.with_name("results.json.part")
+        draft.write_text(json.dumps(content | {"environment": output.environment()}))
+        draft.replace(file)
+        return time.monotonic() - begin
+
+    end, saved, saving = BEGIN + 60.0 * options.minutes, time.monotonic(), 0.0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=options.quiet) as progress:
-        bar = progress.add_task("", total=steps * len(runs))
-        for start in range(0, steps, sizes.chunk):
-            for run in runs:
-                conversion = math.ceil(run.variant.first_in_bf16 * steps / sizes.chunk) * sizes.chunk
-                if start and start == conversion:
-                    run.convert(start)
-                run.train(range(start, start + sizes.chunk), rates)
-                progress.update(bar, advance=sizes.chunk, description=f"{run.name}: loss {run.losses[-1]:.4f}")
-            if start + sizes.chunk in marks:
-                for run in runs:
-                    run.validate(held)
-                    content["runs"][run.name] = run.record()
-                if options.json:
-                    _write(options.json, content, text)
+        bar = progress.add_task("", total=steps * len(runs), completed=sum(run.done for run in runs))
+        while (behind := min(run.done for run in runs)) < steps:
+            begin = time.monotonic()
+            for run in (run for run in runs if run.done == behind):
+                run.train(held)
+                loss = run.record["losses"][run.done - 1]
+                progress.update(bar, advance=run.done - behind, description=f"{run.name}: loss {loss:.4f}")
+            now = time.monotonic()
+            if now + (now - begin) + saving > end:
+                break
+            if now - saved > max(options.save_every, 10.0 * saving):
+                saving, saved = write(), time.monotonic()
+    write()
     return content
 
 
-def _read(path: Path | None, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    if path is None or not path.exists():
-        return None
+def _timing_of(earlier: Mapping[str, Any]) -> dict[str, Any]:
+    return {"seconds_per_step": earlier["seconds_per_step"]} if earlier else {}
+
+
+def _of_earlier_calls(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What `results.json` has, if all settings are the same."""
+    if not path.exists():
+        return {"settings": settings, "runs": {}}
     content = json.loads(path.read_text())
-    different = [name for name, value in settings.items() if content["settings"][name] != value]
-    if different:
-        name = different[0]
-        raise ValueError(
-            f"--json {path} has runs with {name}={content['settings'][name]!r}, and these have {settings[name]!r}; "
-            "runs are compared only if all settings are equal: give the same ones, or another file"
-        )
+    for name, value in settings.items():
+        if content["settings"][name] != value:
+            raise ValueError(
+                f"--out {path.parent} has runs with {name}={content['settings'][name]!r}, and these have {value!r}: "
+                "runs are compared only if all settings are equal; give the same ones, or another folder"
+            )
     return content
 
 
-def _write(path: Path, content: dict[str, Any], text: Text) -> None:
-    listing = path.with_suffix(".files.txt")
-    listing.write_text("".join(f"{sha}  {size:>7}  {name}\n" for name, sha, size in text.files))
-    draft = path.with_name(f"{path.name}.part")
-    draft.write_text(json.dumps(content | {"environment": output.environment()}))
-    draft.replace(path)
-
-
-def rows(content: Mapping[str, Any], sizes: Sizes) -> Iterator[output.Row]:
-    """One for each run, with its gap to bf16 of the same seed."""
-    runs = content["runs"]
-    for name, record in runs.items():
+def rows(content: Mapping[str, Any]) -> Iterator[output.Row]:
+    """One for each variant: its gaps to bf16, over the seeds that both have, after as many steps as all have done."""
+    runs: dict[str, dict[int, Any]] = {}
+    for name, run in content["runs"].items():
         variant, _, seed = name.partition(":")
-        done, loss, in_bf16 = record["validations"][-1]
-        baseline = runs.get(f"bf16:{seed}")
-        # A file may hold runs that were stopped.
-        base = dict((step, loss) for step, loss, _ in baseline["validations"]).get(done) if baseline else None
-        yield {
-            "variant": variant,
-            "seed": seed,
-            "steps": done,
-            "loss": loss,
-            "gap": base and 100.0 * (loss / base - 1.0),
-            "gap_in_bf16": base and 100.0 * (in_bf16 / base - 1.0),
-            "tokens_per_second": sizes.batch * sizes.llama.max_length / record["seconds_per_step"],
-        }
+        runs.setdefault(variant, {})[int(seed)] = run
+    for variant, by_seed in runs.items():
+        baseline = {seed: run for seed, run in runs[BASELINE].items() if seed in by_seed}
+        yield {"variant": variant, "seeds": len(baseline), **_row({seed: by_seed[seed] for seed in baseline}, baseline)}
 
 
-_percent = lambda value: "" if value is None else f"{value:+.2f} %"
+def _row(by_seed: Mapping[int, Any], baseline: Mapping[int, Any]) -> output.Row:
+    both = [*by_seed.values(), *baseline.values()]
+    points, quarters = (min(len(run[name]) for run in both) for name in ("losses", "validations"))
+    # Of the last tenth.
+    training = lambda run: float(np.mean(run["losses"][points - max(1, points // 10) : points]))
+    validated = lambda run, column=1: run["validations"][quarters - 1][column]
+    each = lambda runs, read: {seed: read(run) for seed, run in runs.items()}
+    timed = [run["seconds_per_step"] for run in by_seed.values() if run["seconds_per_step"] is not None]
+    row = {"steps": points * both[0]["every"], "curve": gap_curve(by_seed, baseline)}
+    row["seconds_per_step"] = statistics.median(timed) if timed else None
+    if points:
+        row["training_loss"] = statistics.fmean(each(by_seed, training).values())
+        row["training_gap"] = paired_gap(each(by_seed, training), each(baseline, training))
+    if quarters:
+        in_bf16 = lambda run: validated(run, 2)
+        row["validated_after"] = int(validated(both[0], 0))
+        row["loss"] = statistics.fmean(each(by_seed, validated).values())
+        row["gap"] = paired_gap(each(by_seed, validated), each(baseline, validated))
+        row["gap_in_bf16"] = paired_gap(each(by_seed, in_bf16), each(baseline, validated))
+    return row
+
+
+def rows_in(folder: Path) -> list[output.Row]:
+    """Those of the runs in a folder."""
+    return list(rows(json.loads((folder / "results.json").read_text())))
+
+
+def gap_curve(by_seed: Mapping[int, Any], baseline: Mapping[int, Any]) -> list[list[float]]:
+    """The gap of the training loss over steps: after which step, the mean over seeds, the lowest and the highest."""
+    pairs = [(by_seed[seed], baseline[seed]) for seed in by_seed]
+    points = min(len(run["losses"]) for pair in pairs for run in pair)
+    losses, of_baseline = (np.array([pair[i]["losses"][:points] for pair in pairs]) for i in (0, 1))
+    gaps = 100.0 * (losses / of_baseline - 1.0)
+    steps = pairs[0][0]["every"] * np.arange(1, points + 1)
+    return np.stack([steps, gaps.mean(0), gaps.min(0), gaps.max(0)], axis=1).tolist()
+
+
+def draw(found: Sequence[output.Row], title: str, path: Path) -> None:
+    """The gaps over steps, each with a band from its lowest to its highest seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    dashes = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (9, 2)), (0, (1, 3)))
+    drawn = [row for row in found if row["variant"] != BASELINE and row["curve"]]
+    for row, line in zip(drawn, dashes, strict=False):
+        steps, mean, low, high = np.transpose(row["curve"])
+        (curve,) = axes.plot(steps, mean, ls=line, lw=1.8, label=f"{row['variant']}, {row['seeds']} seeds")
+        axes.fill_between(steps, low, high, color=curve.get_color(), alpha=0.2, lw=0)
+    axes.axhline(0.0, color="#6b7280", lw=0.8)
+    axes.set(title=title, xlabel="step", ylabel="gap of the loss to bf16, %")
+    if drawn:
+        axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _gap(name: str) -> Any:
+    return lambda row: "" if name not in row or row["variant"] == BASELINE else str(row[name])
+
 
 COLUMNS = {
     "variant": lambda row: row["variant"],
-    "seed": lambda row: row["seed"],
+    "seeds": lambda row: str(row["seeds"]),
     "steps": lambda row: f"{row['steps']:,}",
-    "loss": lambda row: f"{row['loss']:.4f}",
-    "gap to bf16": lambda row: _percent(row["gap"]),
-    "weights as bf16": lambda row: _percent(row["gap_in_bf16"]),
-    "bytes/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+    "training loss": lambda row: f"{row['training_loss']:.4f}" if "training_loss" in row else "",
+    "gap to bf16": _gap("training_gap"),
+    "validated after": lambda row: f"{row['validated_after']:,}" if "gap" in row else "",
+    "held-back loss": lambda row: f"{row['loss']:.4f}" if "gap" in row else "",
+    "its gap": _gap("gap"),
+    "95 %": lambda row: (
+        "{:+.2f} to {:+.2f} %".format(*row["gap"].interval)
+        if "gap" in row and row["variant"] != BASELINE and row["gap"].seeds > 1
+        else ""
+    ),
+    "weights as bf16": _gap("gap_in_bf16"),
+    "s a step": lambda row: "" if row["seconds_per_step"] is None else f"{row['seconds_per_step']:.3g}",
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Trains what is asked for, and prints the table."""
+def show(content: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Prints the table, and draws the picture."""
+    found, settings = list(rows(content)), content["settings"]
+    title = "Gap of the loss to bf16, {size} weights, {steps:,} steps, text {text}".format(**settings)
+    output.show(title, COLUMNS, found, content["environment"], markdown=options.markdown)
+    if options.plot:
+        draw(found, title, options.plot)
+
+
+def main(argv: Sequence[str] | None = None) -> bool:
+    """Goes on with the runs, and prints the table; whether all steps are done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--runs", nargs="+", default=["bf16:0", "delayed:0"], help=f"of {', '.join(VARIANTS)}, with seeds"
-    )
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all that the call does")
-    parser.add_argument("--steps", type=int, help="do so many, however long they take")
+    parser.add_argument("--size", choices=SIZES, default="75M", help="weights of the model; default: %(default)s")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["bf16+ulp", "delayed"], help="besides bf16")
+    parser.add_argument("--seeds", type=int, default=2, help="how many of each; those from 0 on")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all that the call does")
+    parser.add_argument("--steps", type=int, help="of each run; default: one pass over the text")
+    parser.add_argument("--out", type=Path, help="default: runs/loss_at_SIZE")
+    parser.add_argument("--save-every", type=float, default=60.0, help="seconds between two states on disk, at least")
     parser.add_argument("--folder", type=Path, nargs="+", help="read the text here, and not in the packages")
-    parser.add_argument("--bytes", type=int, help="of the training text")
-    parser.add_argument("--learning-rate", type=float, default=6e-4, help="at its peak")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: no figures")
+    parser.add_argument("--show", type=Path, help="only print what a results.json has")
+    parser.add_argument("--plot", type=Path, help="also draw the gap over steps; needs matplotlib")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    output.add_arguments(parser)
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
     options = parser.parse_args(argv)
-    unknown = [name for name in options.runs if name.partition(":")[0] not in VARIANTS]
-    if unknown or not all(name.partition(":")[2].isdigit() for name in options.runs):
-        parser.error(f"--runs {' '.join(options.runs)}: each is one of {', '.join(VARIANTS)}, a colon and a seed")
-    sizes = SMOKE if options.smoke else Sizes()
-    if options.bytes:
-        sizes = dataclasses.replace(sizes, text_bytes=options.bytes)
-    text = installed_text(sizes, options.folder)
-    content = compare(options.runs, sizes, text, options)
-    made_with = output.environment()
-    title = f"Loss per byte of {len(text.files):,} files, {sizes.text_bytes / 1e6:.1f} MB, text {text.digest}"
-    output.show(title, COLUMNS, list(rows(content, sizes)), made_with, markdown=options.markdown)
+    if options.plot:
+        import matplotlib as matplotlib  # Its absence is noticed now, and not after the last step.
+    if options.show:
+        show(json.loads(options.show.read_text()), options)
+        return True
+    sizes = SIZES[options.size]
+    options.out = options.out or Path(f"runs/loss_at_{options.size}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    text = text_in(options.out, sizes, options.folder)
+    print(f"{len(text.train) / 1e6:.2f} MB of text to train on, of {len(text.files):,} files", file=sys.stderr)
+    limit = len(text.train) // sizes.tokens
+    steps = options.steps or limit
+    if not 0 < steps <= limit:
+        raise ValueError(f"--steps {steps} is not from 1 to {limit}, one pass over the text")
+    variants = dict.fromkeys((BASELINE, *options.variants))
+    names = [f"{variant}:{seed}" for seed in range(options.seeds) for variant in variants]
+    content = train(names, sizes, text, steps, options)
+    content["environment"] = output.environment()
+    show(content, options)
+    done = min(content["runs"][name]["done"] for name in names)
+    if done < steps:
+        print(f"{done:,} of {steps:,} steps are done: the same command goes on", file=sys.stderr)
+    return done == steps
 
 
 if __name__ == "__main__":

@@ -48,8 +48,9 @@ MODELS: dict[str, Callable[[Sizes], Any]] = {
 
 
 def _library(recipe: str) -> Library:
-    config = fp8.Fp8Config(recipe=recipe, emulate=True)  # The machine that compiles is a CPU.
-    return dataclasses.replace(LIBRARIES["haliax_fp8"], convert=lambda model: fp8.fp8_linear_layers(model, config))
+    return dataclasses.replace(
+        LIBRARIES["haliax_fp8"], convert=lambda model: fp8.fp8_linear_layers(model, recipe=recipe)
+    )
 
 
 WAYS = {
@@ -59,18 +60,22 @@ WAYS = {
 }
 
 
-def row(model: str, way: str, device: str, sizes: Sizes = LLAMA_8B) -> output.Row:
-    """What one program holds."""
-    library = WAYS[way]
-    abstract = eqx.filter_eval_shape(lambda: library.convert(MODELS[model](sizes)))
-    x = eqx.filter_eval_shape(STACKS["Llama-8B, unrolled"].batch, sizes)
-    key = jax.eval_shape(lambda: jax.random.key(0))
+def keyed_gradients(way: str) -> Callable[[Any, hax.NamedArray, jax.Array], Any]:
+    """The function that is compiled: the gradients of a model, for `nvfp4` with a key to round at random."""
 
     def gradients(model: Any, x: hax.NamedArray, key: jax.Array) -> Any:
         keyed = lambda model: fp8.with_rounding_keys(model, key) if way == "nvfp4" else model
-        return library.gradient(lambda model, x: loss(keyed(model), x))(model, x)
+        return WAYS[way].gradient(lambda model, x: loss(keyed(model), x))(model, x)
 
-    report = inspect_step(gradients, abstract, x, key, device=device)
+    return gradients
+
+
+def row(model: str, way: str, device: str, sizes: Sizes = LLAMA_8B) -> output.Row:
+    """What one program holds."""
+    abstract = eqx.filter_eval_shape(lambda: WAYS[way].convert(MODELS[model](sizes)))
+    x = eqx.filter_eval_shape(STACKS["Llama-8B, unrolled"].batch, sizes)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    report = inspect_step(keyed_gradients(way), abstract, x, key, device=device)
     program, estimate = report.step, report.estimate
     return {
         "model": model,

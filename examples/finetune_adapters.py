@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import track
 
 from examples.byte_tokenizer import write_byte_tokenizer
+from examples.generate import generate, printable
 from examples.train_lm.corpus import Corpus, load_corpus, split_corpus
 from examples.train_lm.run import next_token_loss
-from examples.train_lm.sample import generate, printable
 from haliax_fp8 import TrainStep, cast_params, fp8_linear_layers, plots, trainable
 from haliax_fp8.huggingface import check_folder, export_adapter, export_model, load
 from haliax_fp8.models import Transformer, TransformerConfig, add_lora, merge_lora
@@ -99,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     export_adapter(model, flags.out / "adapter", base=base)
     merged = merge_lora(model)
-    say(repr(export_model(merged, flags.out / "merged", "FP8_DYNAMIC")))
-    write_byte_tokenizer(flags.out / "merged", max_length=merged.config.max_length)
+    say(repr(export_model(merged, flags.out / "merged", "FP8_DYNAMIC", like=base)))
     say(repr(check_folder(flags.out / "merged")))
     served = load(flags.out / "merged", weights="served")
     numbers = [sum(x.size for x in jax.tree.leaves(trainable(each))) for each in (whole, model)]
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt = jnp.asarray(np.frombuffer(b"def ", np.uint8), jnp.int32)
     for name, each in (("base", frozen), ("merged", served)):
         text = generate(each, prompt, count=80, temperature=0.5, key=jax.random.key(0))
-        say(f"{name} writes: {printable(b'def ' + np.asarray(text).astype(np.uint8).tobytes())!r}")
+        say(f"{name} writes: {printable(b'def ' + text.astype(np.uint8).tobytes())!r}")
     say(f"The curve: {flags.out / 'loss.png'}\nFor PEFT: {flags.out / 'adapter'}\nvllm serve {flags.out / 'merged'}")
     return 0
 

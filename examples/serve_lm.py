@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.byte_tokenizer import write_byte_tokenizer
+from examples.generate import generate
 from examples.train_lm import checkpoint
 from examples.train_lm.corpus import load_corpus
 from examples.train_lm.layout import make_layout
 from examples.train_lm.options import model_config, parse_options
 from examples.train_lm.run import Run, make_evaluation, make_loss, make_optimizer
-from examples.train_lm.sample import generate
 from examples.train_lm.train import resume_runs
 from haliax_fp8 import TrainStep, cast_params, restore_linear_layers
 from haliax_fp8.huggingface import export_model, import_model
@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(table(found, run.name, floor_of(run, options, corpus)))
     prompt = jnp.asarray(np.frombuffer(flags.prompt.encode(), np.uint8), jnp.int32)
     for one in found:
-        text = generate(one.model, prompt, count=flags.bytes, temperature=0.0, key=jax.random.key(0))
-        written = flags.prompt + np.asarray(text).astype(np.uint8).tobytes().decode(errors="replace")
+        text = generate(one.model, prompt, count=flags.bytes)
+        written = flags.prompt + text.astype(np.uint8).tobytes().decode(errors="replace")
         console.print(f"{one.layout} writes: {written!r}", markup=False, highlight=False)
     folder = flags.export / "FP8_DYNAMIC"
     # Commands are copied: each has a line, which is not broken.

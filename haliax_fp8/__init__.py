@@ -110,6 +110,10 @@ _OTHER_NAMES = {
     "quantize_linear_layers": "use fp8_linear_layers(model, Fp8Config(...)), which takes the model first",
     "QuantizationConfig": "use Fp8Config(targets=..., recipe=...)",
     "Fp8DotGeneralOp": "use Fp8DotGeneral.init(recipe)",
+    "DotGeneralOp": "any function like jax.lax.dot_general will do, such as Fp8DotGeneral.init(recipe)",
+    "DefaultDotGeneralOp": "use restore_linear_layers(model), whose layers multiply as Haliax's do",
+    "Int8DotGeneralOp": "use Fp8DotGeneral.init(recipe), or haliax.quantization's for INT8",
+    "fp8_scaled_dot_general": "use Fp8DotGeneral.init(recipe), which holds the scales",
 }
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float
+from opt_einsum.parser import parse_einsum_input
 
 from ._op import Fp8DotGeneral
 from .recipes.catalog import RecipeLike
@@ -125,40 +126,24 @@ class Subscripts:
         Raises:
             ValueError: If they do not fit.
         """
-        inputs, arrow, out = subscripts.replace(" ", "").partition("->")
-        sides = inputs.split(",")
-        if len(sides) != 2:
-            raise ValueError(f"subscripts={subscripts!r} name {len(sides)} operands; an FP8 einsum has two")
-        unused = [chr(c) for c in (*range(97, 123), *range(65, 91)) if chr(c) not in subscripts]
-        counts = []
-        for side, shape in zip(sides, (lhs_shape, rhs_shape), strict=True):
-            named = side.replace("...", "", 1)
-            if named and not (named.isascii() and named.isalpha()):
-                raise ValueError(f"subscripts={subscripts!r}: {side!r} must consist of letters and at most one '...'")
-            counts.append(len(shape) - len(named) if "..." in side else 0)
-            if counts[-1] < 0 or ("..." not in side and len(named) != len(shape)):
-                raise ValueError(f"subscripts={subscripts!r}: {side!r} does not fit an operand of shape {shape}")
-        ellipsis = "".join(unused[: max(counts)])
-        # Ellipses align at their last axis, as in NumPy's broadcasting.
-        left, right = (
-            side.replace("...", ellipsis[len(ellipsis) - count :]) for side, count in zip(sides, counts, strict=True)
-        )
-        if arrow:
-            out = out.replace("...", ellipsis)
-        else:
-            once = sorted(c for c in set(left + right) - set(ellipsis) if (left + right).count(c) == 1)
-            out = ellipsis + "".join(once)
-        if len(set(out)) != len(out) or not set(out) <= set(left + right):
-            raise ValueError(f"subscripts={subscripts!r}: the result repeats an axis or has one that no operand has")
+        try:
+            inputs, out, _ = parse_einsum_input((subscripts, lhs_shape, rhs_shape), shapes=True)
+            left, right = inputs.split(",")
+        except ValueError as error:
+            raise ValueError(f"subscripts={subscripts!r} do not fit an input and a kernel: {error}") from error
+        if len(set(out)) != len(out):
+            raise ValueError(f"subscripts={subscripts!r}: the result repeats an axis")
         sizes: list[dict[str, int]] = [{}, {}]
         for of_side, side, shape in zip(sizes, (left, right), (lhs_shape, rhs_shape), strict=True):
+            if len(side) != len(shape):
+                raise ValueError(f"subscripts={subscripts!r}: {side!r} does not fit an operand of shape {shape}")
             for name, size in zip(side, shape, strict=True):
                 if of_side.setdefault(name, size) != size:
                     raise ValueError(f"subscripts={subscripts!r}: axis {name!r} has sizes {of_side[name]} and {size}")
         for name in set(left) & set(right):
             pair = sizes[0][name], sizes[1][name]
             if pair[0] != pair[1] and 1 not in pair:
-                axis = "an axis of '...'" if name in ellipsis else f"axis {name!r}"
+                axis = f"axis {name!r}" if name in subscripts else "an axis of '...'"
                 raise ValueError(f"subscripts={subscripts!r}: {axis} has sizes {pair[0]} and {pair[1]}")
         # An axis of size 1 that is larger in the other operand is broadcast: only the other operand keeps it.
         kept = [

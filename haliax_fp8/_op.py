@@ -52,6 +52,7 @@ class Fp8DotGeneral(AbstractOp):
             in bfloat16 would. None does not round.
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
             the kernel from the input. If they do not decide (or are None), the kernel is the second operand.
+        kernel_first: Whether the kernel is the first operand; None leaves that to `kernel_shape`.
         stack: The axes of the layer stack that the op's layer is in; these are the leading axes of state and key.
         has_key: Whether `key` was given one. Not None instead of zeros: a model keeps its structure when it gets keys.
         kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
@@ -87,6 +88,7 @@ class Fp8DotGeneral(AbstractOp):
     recipe: Recipe = eqx.field(static=True, default=cast(Any, None))
     compute_dtype: np.dtype | None = eqx.field(static=True, default=None)
     kernel_shape: tuple[int, ...] | None = eqx.field(static=True, default=None)
+    kernel_first: bool | None = eqx.field(static=True, default=None)
     stack: tuple[hax.Axis, ...] = eqx.field(static=True, default=())
     has_key: bool = eqx.field(static=True, default=False)
     kernel_residual: KernelResidual = eqx.field(static=True, default=KernelResidual.KEEP)
@@ -105,8 +107,10 @@ class Fp8DotGeneral(AbstractOp):
         *,
         compute_dtype: DTypeLike | None = None,
         kernel_shape: tuple[int, ...] | None = None,
+        kernel_first: bool | None = None,
         stack: tuple[hax.Axis, ...] = (),
         groups: hax.Axis | None = None,
+        **others: object,
     ) -> "Fp8DotGeneral":
         """An op before its first step.
 
@@ -114,9 +118,16 @@ class Fp8DotGeneral(AbstractOp):
             recipe: See the class; the default is delayed scaling.
             compute_dtype: See the class.
             kernel_shape: See the class.
+            kernel_first: See the class.
             stack: The axes of the stack that the op's layer is in; its state gets them too.
             groups: The axis of groups that have a state of their own; None if they share one.
+            **others: What Haliax's op takes: an error, as the recipe has these.
         """
+        if others:
+            raise ValueError(
+                f"Fp8DotGeneral.init takes no {', '.join(others)}; what Haliax's op takes is in the recipe: "
+                "Fp8DotGeneral.init(DelayedScaling(amax_history_length=16)), Recipe.of(DelayedScaling(), forward=E4M3)"
+            )
         recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         if groups is not None:
             require_stored_scales(recipe)
@@ -133,7 +144,8 @@ class Fp8DotGeneral(AbstractOp):
                 f"kernel_shape={kernel_shape} has a negative size; it has the sizes of the kernel's free axes"
             )
         state, key = OpState.init(recipe, stack), hax.zeros((*stack, _KEY), jnp.uint32) if recipe.needs_key else None
-        return Fp8DotGeneral(state, key, recipe, dtype, kernel_shape, stack, state_per_group=groups is not None)
+        per_group = groups is not None
+        return Fp8DotGeneral(state, key, recipe, dtype, kernel_shape, kernel_first, stack, state_per_group=per_group)
 
     @jax.named_scope(FP8_DOT_GENERAL)
     def __call__(
@@ -164,7 +176,7 @@ class Fp8DotGeneral(AbstractOp):
         """
         check_operands(lhs, rhs)
         require_state(self.state, self.recipe)
-        contraction = DotContraction.of(dimension_numbers, self.kernel_shape, lhs.shape, rhs.shape)
+        contraction = DotContraction.of(dimension_numbers, self.kernel_shape, lhs.shape, rhs.shape, self.kernel_first)
         sharding = sharding_of_product(lhs, rhs, contraction.dimensions.numbers, out_sharding)
         # From here on the input comes first; the contraction alone knows how they are multiplied.
         input, kernel = contraction.ordered(lhs, rhs)

@@ -11,6 +11,8 @@ class Skipped:
     """The layers that a conversion left alone, and whether the last loss called the layer of this op.
 
     Equal to any other: models that differ in nothing else are the same program to JAX, and fit together in a tree map.
+    So a `jit` of a user's own returns, for every model, the reasons of the one that it was traced with. `TrainStep` and
+    `calibrate` return those of the model that they take.
 
     Args:
         reasons: Why each stays in high precision, by its path.

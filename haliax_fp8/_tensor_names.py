@@ -6,8 +6,15 @@ from collections.abc import Iterable
 
 _EMBEDDINGS = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe|shared)$")
 _NORMS = re.compile(r"(^|\.)(\w*norm\w*|ln_\w+)$")
-_HEADS = re.compile(r"(^|\.)(lm_head|head|score|classifier|embed_out)$")
-_ROUTERS = re.compile(r"(^|\.)(gate|router|\w*router|shared_expert_gate)$")
+# What models of Hugging Face call tables of embeddings, and nothing else.
+_TABLES = re.compile(
+    r"(^|\.)(embed_tokens|embed_positions|tok_embeddings|(word|position)_embeddings|wte|wpe)$|^shared$"
+)
+# Blocks have outputs too, so the last names are a head's only where no block is.
+_HEADS = re.compile(
+    r"(^|\.)(lm_head|head|score|classifier|embed_out|unembed|logits|to_logits)$|^(\w+\.)?out(put)?_layer$|^output$"
+)
+_ROUTERS = re.compile(r"(^|\.)(\w*router|shared_expert_gate)(\.|$)")
 
 WEIGHT = ".weight"
 
@@ -29,7 +36,12 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 def is_embedding(layer: str) -> bool:
     """Whether a layer is a table of vectors, or of positions."""
-    return bool(_EMBEDDINGS.search(layer))
+    return bool(_EMBEDDINGS.search(layer)) and not is_head(layer)
+
+
+def is_table(layer: str) -> bool:
+    """Whether a layer is surely an embedding: no linear layer has such a name."""
+    return bool(_TABLES.search(layer))
 
 
 def is_norm(layer: str) -> bool:
@@ -42,15 +54,16 @@ def is_head(layer: str) -> bool:
     return bool(_HEADS.search(layer))
 
 
-def is_router(layer: str, names: Iterable[str] = ()) -> bool:
-    """Whether a layer chooses experts; one called `gate` beside an `up` is a projection.
+def is_router(layer: str, names: Iterable[str]) -> bool:
+    """Whether a layer chooses experts; one called `gate` does if experts are beside it, else it is that of a unit.
 
     Args:
         layer: Its name.
-        names: The names of all tensors.
+        names: The names of all layers, or of all tensors.
     """
-    parent = layer.rpartition(".")[0]
-    return bool(_ROUTERS.search(layer)) and f"{parent}.up{WEIGHT}" not in names
+    parent, _, last = layer.rpartition(".")
+    beside = f"{parent}.experts".removeprefix(".")
+    return bool(_ROUTERS.search(layer)) or (last == "gate" and any(name.startswith(beside) for name in names))
 
 
 def is_linear(layer: str, axes: int) -> bool:

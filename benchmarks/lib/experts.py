@@ -12,10 +12,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from haliax_fp8 import Recipe, fp8_linear_layers
+from haliax_fp8.recipes.scaling import HighPrecision
 
 
-WAYS: Mapping[str, tuple[str | None, bool]] = {
+GROUPED_BF16 = Recipe.of(HighPrecision())
+"""The same kernels as for FP8, of operands in bf16."""
+
+WAYS: Mapping[str, tuple[str | Recipe | None, bool]] = {
     "bf16": (None, False),
+    "bf16, grouped": (GROUPED_BF16, False),
     "bf16, use_gmm": (None, True),
     "haliax_fp8": ("delayed", False),
     "haliax_fp8, rowwise": ("rowwise", False),

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import haliax_fp8 as fp8
+from haliax_fp8._jax import cudnn_attention
 from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.training import quantized_state
 from lib.models import LLAMA_8B
@@ -49,7 +50,10 @@ class JaxAttention:
         """An array with the axes of `query`."""
         as_heads = lambda x: x.array.reshape(*x.array.shape[:2], -1, x.axes[-1].size)
         heads = (as_heads(x) for x in (query, key, value))
-        out = jax.nn.dot_product_attention(*heads, is_causal=True, implementation=self.implementation)
+        if self.implementation == "cudnn" and jax.default_backend() != "gpu":  # Compiled for a GPU that is not here.
+            out = cudnn_attention.attention(*heads, scale=query.axes[-1].size ** -0.5, is_causal=True)
+        else:
+            out = jax.nn.dot_product_attention(*heads, is_causal=True, implementation=self.implementation)
         return hax.named(out.reshape(query.array.shape), query.axes)
 
 

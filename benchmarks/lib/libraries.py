@@ -2,7 +2,7 @@
 
 Flax has no layers for Haliax's models, so its op is put where Haliax keeps its own: `FlaxOp` applies Flax's module
 `Fp8DirectDotGeneralOp`, unchanged, to the operands of `haliax.nn.Linear`. So only the op differs; Flax's
-own layers are measured in the benchmark of a single layer, see `faster_on_hopper.py`.
+own layers are measured in the benchmark of a single layer, see `lib/cases.py`.
 """
 
 import dataclasses

@@ -26,6 +26,8 @@ _PACKAGES = (
     "jaxlib",
     "jax-cuda13-pjrt",
     "jax-cuda12-pjrt",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
     "equinox",
     "marin-haliax",
     "flax",

@@ -7,8 +7,10 @@ import pathlib
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from drawing import BLUE, GREEN, GREY, ORANGE, WIDEST
 from jaxtyping import Array
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -92,25 +94,33 @@ def delayed_scaling() -> Figure:
 
 
 def convergence() -> Figure:
-    """Losses of a language model in bf16 and in FP8, over the seeds that all of them have."""
+    """The gap of the training loss to bf16 on both texts, with a band of one standard error."""
+    shown = {
+        "delayed": BLUE,
+        "current": ORANGE,
+        "current, first quarter in bf16": GREEN,
+        "bf16 + 1 ulp": GREY,
+    }
     rows = json.loads(CONVERGENCE.read_text())["rows"]
-    late = "current, first quarter in bf16"
-    shown = ("bf16", "bf16 + 1 ulp", "delayed", "current", "rowwise", "nvfp4", late)
-    found = {
-        row["variant"]: row["curves"]
-        for row in rows
-        if row["case"] == "topics" and row["steps"] == 200
+    curves = {
+        (row["case"], row["variant"]): row["curves"] for row in rows if row["steps"] == 200
     }
-    curves = {name: found[name] for name in shown}
-    seeds = sorted(set.intersection(*map(set, curves.values())))
-    # Means, without the band between seeds: pairs cancel it, and it would hide the gaps.
-    runs = {
-        name: np.mean([of_seed[seed] for seed in seeds], axis=0)
-        for name, of_seed in curves.items()
-    }
-    return plots.loss_curves(
-        runs, baseline="bf16", steps=[10 * (i + 1) for i in range(len(runs["bf16"]))]
-    )
+    figure, both = plt.subplots(1, 2, figsize=(WIDEST, 3.0), layout="constrained", sharey=True)
+    for axes, text in zip(both, ("topics", "source"), strict=True):
+        baseline = curves[text, "bf16"]
+        for name, color in shown.items():
+            losses = curves[text, name]
+            gaps = np.array(
+                [100 * (np.divide(losses[seed], baseline[seed]) - 1) for seed in losses]
+            )
+            mean, error = gaps.mean(axis=0), gaps.std(axis=0, ddof=1) / len(gaps) ** 0.5
+            steps = 10 * np.arange(1, len(mean) + 1)
+            axes.plot(steps, mean, color=color, lw=2, label=name)
+            axes.fill_between(steps, mean - error, mean + error, color=color, alpha=0.2, lw=0)
+        axes.set(title=text, xlabel="step")
+    both[0].set_ylabel("gap of the loss to bf16, %")
+    figure.legend(*both[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    return figure
 
 
 FIGURES = {

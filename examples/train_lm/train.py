@@ -36,6 +36,7 @@ from rich.progress import (
 from haliax_fp8 import TrainStep, cast_params, describe, fp8_linear_layers, trainable
 from haliax_fp8.devices import Device
 
+from ..generate import generate, printable
 from ..interrupts import INTERRUPTED, stop_requests
 from . import checkpoint
 from .corpus import Corpus, load_corpus
@@ -43,7 +44,6 @@ from .layout import Layout, make_layout
 from .options import binding_flags, model_config, parse_options, resumed_folder
 from .report import Curve, duration, results_table, verdict, write_figure, write_results
 from .run import Run, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
-from .sample import generate, printable
 
 
 class Stopped(Exception):
@@ -193,7 +193,7 @@ def report(runs: Sequence[Run], options: argparse.Namespace, console: Console) -
                 temperature=options.temperature,
                 key=jax.random.key(options.seed),
             )
-            written = prompt + np.asarray(text).astype(np.uint8).tobytes()
+            written = prompt + text.astype(np.uint8).tobytes()
         console.print(f"\n{runs[-1].name} writes:", style="bold", highlight=False)
         console.print(printable(written), markup=False, highlight=False)
     emulated = Device.default().emulates

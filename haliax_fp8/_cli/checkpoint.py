@@ -1,15 +1,23 @@
 """The commands `checkpoint check`, `explain` and `convert`: folders of quantized weights, without an accelerator."""
 
 import argparse
+import dataclasses
 import json
 import pathlib
 from typing import Any
 
-from ..folders import CheckReport, check_folder, convert_folder, explain_folder
-from ..folders.configuration import NotSupported
-from ..folders.convert import ScaleRounding
+from ..folders import (
+    BrokenCheckpoint,
+    CheckReport,
+    Conversion,
+    Explanation,
+    NotSupported,
+    ScaleRounding,
+    check_folder,
+    convert_folder,
+    explain_folder,
+)
 from ..folders.layout import PLAIN, named
-from ..folders.strict_json import BrokenCheckpoint
 from .help_text import Paragraphs
 from .load import UsageError
 from .screen import fitted, on_error, screen
@@ -45,7 +53,6 @@ def add_parsers(commands: Any) -> None:
     )
     actions = group.add_subparsers(dest="action", required=True, metavar="check | explain | convert")
     check = actions.add_parser("check", help="say what is wrong, by file and tensor")
-    check.add_argument("--json", action="store_true", help="print JSON")
     explain = actions.add_parser("explain", help="say what it holds, in which formats and bytes")
     convert = actions.add_parser("convert", help="write it in another layout")
     layouts = [*named, PLAIN]
@@ -69,6 +76,7 @@ def add_parsers(commands: Any) -> None:
     )
     group.set_defaults(run=run_checkpoint)
     for action in (check, explain, convert):
+        action.add_argument("--json", action="store_true", help="print JSON")
         action.add_argument("directory", type=pathlib.Path, metavar="DIR", help="config.json and safetensors")
         action.add_argument(
             "--follow-links", action="store_true", help="allow files that are links to elsewhere, as in a hub's cache"
@@ -92,11 +100,11 @@ def run_checkpoint(options: argparse.Namespace) -> int:
     try:
         if options.action == "check":
             report = check_folder(options.directory, follow_links=options.follow_links)
-            print(_as_json(report)) if options.json else screen().print(report)
+            _show(report, options.json)
             return _STATUS[report.verdict]
         if options.action == "explain":
             found = explain_folder(options.directory, follow_links=options.follow_links)
-            screen().print(found)
+            _show(found, options.json)
             return _STATUS[found.verdict]
         done = convert_folder(
             options.directory,
@@ -106,7 +114,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             follow_links=options.follow_links,
         )
-        screen().print(done)
+        _show(done, options.json)
         return 0
     except NotSupported as other:
         on_error().print(fitted(f"not supported here: {other.layout}; {other.remedy}"), style="yellow")
@@ -119,11 +127,25 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         raise UsageError(str(error).replace("destination=", "--output=", 1)) from None
 
 
-def _as_json(report: CheckReport) -> str:
-    faults = [
-        {"file": f.file, "tensor": f.tensor, "problem": f.problem, "remedy": f.remedy, "error": f.is_error}
-        for f in report.faults
-    ]
-    found = {"layout": report.layout, "verdict": report.verdict, "sound": report.is_sound}
-    found |= {"converter": report.converter, "quantized": report.quantized, "faults": faults}
-    return json.dumps(found, indent=2)
+def _show(result: CheckReport | Explanation | Conversion, in_json: bool) -> None:
+    if in_json:
+        print(json.dumps(_as_json(result), indent=2))
+    else:
+        screen().print(result)
+
+
+def _as_json(result: CheckReport | Explanation | Conversion) -> dict[str, Any]:
+    if isinstance(result, CheckReport):
+        faults = [
+            {"file": f.file, "tensor": f.tensor, "problem": f.problem, "remedy": f.remedy, "error": f.is_error}
+            for f in result.faults
+        ]
+        found = {"layout": result.layout, "verdict": result.verdict, "sound": result.is_sound}
+        return found | {"converter": result.converter, "quantized": result.quantized, "faults": faults}
+    if isinstance(result, Explanation):
+        tensors = {kind: dataclasses.asdict(held) for kind, held in result.held.items()}
+        found = {"layout": result.layout, "verdict": result.verdict, "reason": result.reason, "tensors": tensors}
+        return found | {"unknown_types": result.unknown_types, "scale_types": result.scale_types}
+    found = {"before": result.before, "after": result.after, "exact": result.is_exact, "error": result.error}
+    weights = {weight.name: {"exact": weight.is_exact, "error": weight.error} for weight in result.weights}
+    return found | {"copied": result.copied, "skipped": result.skipped, "weights": weights}

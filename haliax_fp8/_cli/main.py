@@ -5,7 +5,6 @@ import importlib
 import importlib.metadata
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 
 from .help_text import Parser, program_name
@@ -60,9 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explained(error: Exception, options: argparse.Namespace) -> str:
-    """What is said of an error: `explain` of the command, or the whole traceback."""
+    """What is said of an error: `explain` of the command, which may run code of the user's; otherwise one line."""
     own = getattr(options, "explain", None)
-    return "".join(traceback.format_exception(error)) if own is None else own(error, options)
+    said = " ".join(str(error).split())
+    kind = "" if said and isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
+    return fitted(f"error: {kind}{said}".removesuffix(": ")) if own is None else own(error, options)
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:

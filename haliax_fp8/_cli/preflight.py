@@ -23,7 +23,7 @@ from ..layers.config import Fp8Config
 from ..preflight import PreflightError, PreflightReport, compilable_devices, inspect_step
 from ..preflight.devices import as_compilable
 from ..recipes.catalog import named
-from .demo import demo_by_name, demo_step, demos, stackings
+from .demo import Demo, demo_by_name, demo_step, demos, stackings
 from .help_text import Paragraphs
 from .load import Step, UsageError, load_step, split_reference
 from .screen import as_svg, fitted, on_error, screen
@@ -99,7 +99,9 @@ def add_parsers(commands: Any) -> None:
         help="compile once more with the other setting of xla_gpu_enable_triton_gemm, and say what changes",
     )
     parser.add_argument(
-        "--all", action="store_true", help="list every product with formats and implementation, not a row per layer"
+        "--all",
+        action="store_true",
+        help="list every product with formats and implementation, not a row per layer; say what times assume",
     )
     parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
     demo = parser.add_argument_group("a model with published shapes instead of your own step")
@@ -109,7 +111,9 @@ def add_parsers(commands: Any) -> None:
     demo.add_argument("--length", type=_positive, metavar="N", help="tokens in a sequence (default: at most 2048)")
     demo.add_argument("--blocks", choices=list(stackings), help="default: checkpointed")
     demo.add_argument("--recipe", metavar="NAME", help=f"default delayed; {', '.join(named)}, none")
-    demo.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="layers to leave in bf16")
+    demo.add_argument(
+        "--exclude", action="append", default=[], metavar="PATTERN", help="layers to leave in bf16 besides the head"
+    )
     parser.set_defaults(run=functools.partial(_run, parser), explain=explain)
 
 
@@ -295,7 +299,7 @@ def require_compiler(name: str) -> None:
 def demo_steps(options: argparse.Namespace) -> Steps:
     """The demo and, if requested, the same in bf16."""
     demo = demo_by_name(options.demo)
-    config = None if options.recipe == "none" else demo_config(options)
+    config = None if options.recipe == "none" else demo_config(demo, options)
     baseline = None if options.compare in (None, IN_BFLOAT16) else load_step(options.compare)
     sizes = {name: getattr(options, name) for name in ("layers", "tokens", "length")}
     sizes["devices"] = options.devices or 1
@@ -323,10 +327,11 @@ def has_fused_attention(device: Device) -> bool:
     return device.is_cuda_from(8.0)
 
 
-def demo_config(options: argparse.Namespace) -> Fp8Config:
-    """How the demo is converted."""
+def demo_config(demo: Demo, options: argparse.Namespace) -> Fp8Config:
+    """How the demo is converted: without its head, as the guide advises; a tied one is left out by itself."""
+    heads = [] if demo.config.tied_head else ["head"]
     try:
-        return Fp8Config(recipe=options.recipe, exclude=options.exclude)
+        return Fp8Config(recipe=options.recipe, exclude=[*options.exclude, *heads])
     except ValueError as error:
         raise UsageError(f"--{error}") from error
 

@@ -63,7 +63,7 @@ class DeviceRow:
         capability: Compute capability or architecture; empty if it has none.
         native: The recipes that it multiplies natively.
         otherwise: What happens to the others: `"emulated"` or `"refused"`, with the reason of the first.
-        preflight: `"ready"`, what makes it ready, or `"unsupported"`.
+        preflight: `"ready"`, what makes it ready, or `"cannot compile for it"`.
     """
 
     name: str
@@ -91,7 +91,7 @@ def _device_row(name: str, device: Device, kind: str) -> DeviceRow:
         capability=device.compute_capability,
         native=tuple(recipe for recipe, support in found.items() if support.is_native),
         otherwise=f"{others[0].outcome.value}: {others[0].reason}" if others else "",
-        preflight="unsupported" if known is None else known.missing() or "ready",
+        preflight="cannot compile for it" if known is None else known.missing() or "ready",
     )
 
 
@@ -99,7 +99,7 @@ def device_table(rows: list[DeviceRow]) -> Table:
     """The devices as a table, with what is missing below it."""
     missing: dict[str, list[str]] = {}
     for row in rows:
-        if row.preflight not in ("ready", "unsupported"):
+        if row.preflight not in ("ready", "cannot compile for it"):
             missing.setdefault(row.preflight.partition(" needs ")[2], []).append(row.name)
     remedies = [f"{', '.join(names)} need {what}" for what, names in missing.items()]
     why: dict[str, list[str]] = {}
@@ -111,10 +111,10 @@ def device_table(rows: list[DeviceRow]) -> Table:
     table.add_column("device", overflow="fold")
     table.add_column("capability", no_wrap=True)
     table.add_column("recipes that run natively", overflow="fold")
-    table.add_column("preflight", overflow="fold")
+    table.add_column("preflight", overflow="fold", max_width=13)
     for row in rows:
         natively = Text(_summary(row), "green" if row.native else "yellow")
-        state = row.preflight if row.preflight in ("ready", "unsupported") else "not installed"
+        state = row.preflight if row.preflight in ("ready", "cannot compile for it") else "not installed"
         ready = Text(state, "green" if state == "ready" else "dim")
         table.add_row(*map(Text, (row.name, row.kind, row.capability)), natively, ready)
     return table

@@ -47,6 +47,11 @@ UNREADABLE_CACHE = "Error reading persistent compilation cache"
 # --- Errors of derivatives --------------------------------------------------------------------------------------------
 
 
+def names_max_grad(error: Exception) -> bool:
+    """Whether an error names the element type of state whose gradients accumulate by maximum."""
+    return _has(error, "_max_grad")
+
+
 def is_about_cast(error: Exception) -> bool:
     """Whether an array of an extended element type was cast to another type."""
     return _has(error, "Cannot convert_element_type")

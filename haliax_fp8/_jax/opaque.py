@@ -23,6 +23,7 @@ from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 from jaxtyping import Array
 
 from .errors import NotDifferentiable
+from .primitives import define
 from .private import needs
 
 
@@ -191,12 +192,14 @@ def on_one_device(function: Callable[..., Array], *arrays: Array) -> Array:
     return result
 
 
-_on_one_device_p = Primitive("fp8_on_one_device")
-_on_one_device_p.multiple_results = True
-_on_one_device_p.def_impl(_evaluated)
-_on_one_device_p.def_abstract_eval(lambda *avals, jaxpr: jaxpr.out_avals)
-mlir.register_lowering(_on_one_device_p, functools.partial(_lowered, name=_on_one_device_p.name))
-batching.primitive_batchers[_on_one_device_p] = lambda arrays, axes, *, jaxpr: (
-    jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes)(*arrays),
-    [0] * len(jaxpr.out_avals),
+_on_one_device_p = define(
+    "fp8_on_one_device",
+    aval=lambda *avals, jaxpr: jaxpr.out_avals,
+    batch=lambda arrays, axes, *, jaxpr: (
+        jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes)(*arrays),
+        [0] * len(jaxpr.out_avals),
+    ),
+    function=_evaluated,
+    lower=functools.partial(_lowered, name="fp8_on_one_device"),
+    multiple_results=True,
 )

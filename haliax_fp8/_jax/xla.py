@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import sdy, stablehlo
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 from jaxtyping import Array, Float
 
 from .custom_partitioning import devices_of, has_its_part, is_divided_by_shardy
+from .primitives import define
 
 
 # --- Switches between platforms ---------------------------------------------------------------------------------------
@@ -252,18 +252,6 @@ class Programs(enum.Enum):
     FOR_NVIDIA_GPUS = enum.auto()
 
 
-barrier_p = Primitive("fp8_barrier")
-"""The identity; in the programs that its parameter names, a barrier."""
-barrier_p.def_impl(lambda x, programs: x)
-barrier_p.def_abstract_eval(lambda x, programs: x)
-batching.primitive_batchers[barrier_p] = lambda args, axes, programs: (barrier_p.bind(*args, programs=programs), *axes)
-# As for `optimization_barrier`, but a tangent is not FP8 data and passes without one.
-ad.primitive_jvps[barrier_p] = lambda primals, tangents, programs: (
-    barrier_p.bind(*primals, programs=programs),
-    *tangents,
-)
-
-
 def _barrier_lowered(context: Any, x: Any, *, programs: Programs) -> Any:
     if programs is Programs.FOR_NVIDIA_GPUS:
         has_barrier = lowered_for_cuda(context)
@@ -273,7 +261,16 @@ def _barrier_lowered(context: Any, x: Any, *, programs: Programs) -> Any:
     return list(stablehlo.OptimizationBarrierOp([x]).results) if has_barrier else [x]
 
 
-mlir.register_lowering(barrier_p, _barrier_lowered)
+barrier_p = define(
+    "fp8_barrier",
+    function=lambda x, programs: x,
+    aval=lambda x, programs: x,
+    batch=lambda args, axes, programs: (barrier_p.bind(*args, programs=programs), *axes),
+    # As for `optimization_barrier`, but a tangent is not FP8 data and passes without one.
+    jvp=lambda primals, tangents, programs: (barrier_p.bind(*primals, programs=programs), *tangents),
+    lower=_barrier_lowered,
+)
+"""The identity; in the programs that its parameter names, a barrier."""
 
 
 # --- How measurements are divided over devices ------------------------------------------------------------------------
@@ -294,13 +291,6 @@ def divided_as_made(parts: Array) -> Array:
     return as_made_p.bind(parts)
 
 
-as_made_p = Primitive("fp8_divided_as_made")
-as_made_p.def_impl(lambda x: x)
-as_made_p.def_abstract_eval(lambda x: x)
-# Measurements are not differentiated.
-batching.primitive_batchers[as_made_p] = lambda args, axes: (as_made_p.bind(jnp.moveaxis(args[0], axes[0], 0)), 0)
-
-
 def _as_made_lowered(context: Any, x: Any) -> Any:
     if not is_divided_by_shardy(context):
         return [x]
@@ -317,7 +307,14 @@ def _largest_first(x: Array) -> Array:
 # Shardy's number for "from operands to results".
 _FORWARD = 1
 
-mlir.register_lowering(as_made_p, _as_made_lowered)
+as_made_p = define(
+    "fp8_divided_as_made",
+    function=lambda x: x,
+    aval=lambda x: x,
+    # Measurements are not differentiated.
+    batch=lambda args, axes: (as_made_p.bind(jnp.moveaxis(args[0], axes[0], 0)), 0),
+    lower=_as_made_lowered,
+)
 
 
 # --- Casts that XLA can fuse, but not drop ----------------------------------------------------------------------------
@@ -353,15 +350,6 @@ def _opaque_identity(x: Array) -> Array:
     return lax.bitcast_convert_type(lax.bitwise_xor(lax.bitcast_convert_type(x, jnp.uint8), zeros), x.dtype)
 
 
-def _keep_cast_batched(args: Any, axes: Any, *, smallest: int) -> tuple[Array, Any]:
-    return keep_cast_p.bind(*args, smallest=smallest), *axes
-
-
-def _keep_cast_jvp(primals: Any, tangents: Any, *, smallest: int) -> tuple[Array, Any]:
-    """The derivative of the identity: a tangent is not FP8 data."""
-    return keep_cast_p.bind(*primals, smallest=smallest), *tangents
-
-
 def _keep_cast_lowered(context: Any, x: Any, *, smallest: int) -> Any:
     # Inside `shard_map` the sizes are those of the parts already.
     devices = 1 if has_its_part(context) else devices_of(context)
@@ -370,10 +358,13 @@ def _keep_cast_lowered(context: Any, x: Any, *, smallest: int) -> Any:
 
 _always = mlir.lower_fun(_opaque_identity, multiple_results=False)
 
-keep_cast_p = Primitive("fp8_keep_cast")
+keep_cast_p = define(
+    "fp8_keep_cast",
+    function=lambda x, smallest: x,
+    aval=lambda x, smallest: x,
+    batch=lambda args, axes, smallest: (keep_cast_p.bind(*args, smallest=smallest), *axes),
+    # The derivative of the identity: a tangent is not FP8 data.
+    jvp=lambda primals, tangents, smallest: (keep_cast_p.bind(*primals, smallest=smallest), *tangents),
+    lower=_keep_cast_lowered,
+)
 """The identity."""
-keep_cast_p.def_impl(lambda x, smallest: x)
-keep_cast_p.def_abstract_eval(lambda x, smallest: x)
-batching.primitive_batchers[keep_cast_p] = _keep_cast_batched
-ad.primitive_jvps[keep_cast_p] = _keep_cast_jvp
-mlir.register_lowering(keep_cast_p, _keep_cast_lowered)

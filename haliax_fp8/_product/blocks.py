@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 from jaxtyping import Array, BFloat16, Float, UInt8
 
-from .._jax.custom_partitioning import devices_of, lower_after_partitioning, lower_with_devices
+from .._jax.custom_partitioning import devices_of, lower_after_partitioning
 from .._jax.meshes import as_varying, aval_of_result
-from .._jax.primitives import compile_alone, lower_by_platform, to_front
+from .._jax.primitives import define, mapped_in_front, mapped_size, to_front
 from .._jax.scaled_matmul import scaled_matmul
 from .._jax.xla import keep_cast, on_cpu, transposed_in_bytes
 from .._numerics.casts import saturating_cast
@@ -200,8 +199,6 @@ def exponent_of(scale: Array) -> UInt8[Array, "*blocks"]:
 
 # --- The primitive ----------------------------------------------------------------------------------------------------
 
-block_product_p = Primitive("fp8_block_product")
-
 
 class Means(enum.Enum):
     """What multiplies data and scales of blocks in XLA."""
@@ -275,17 +272,15 @@ def _aval(a: Any, scale_a: Any, b: Any, *scales: Any, dimensions: DotDimensions,
 
 def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, **params: Any) -> tuple[Array, int]:
     """The mapped axis is a batch axis of both operands."""
-    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     if len(args) > 4:
         # Each example may have a scale: they are applied behind the product.
-        scale = to_front(args[4], axes[4], size, 0)
+        scale = to_front(args[4], axes[4], mapped_size(args, axes), 0)
         dtype = params.pop("dtype")
         out, axis = _batched(args[:4], axes[:4], dimensions=dimensions, dtype=FLOAT32, **params)
         scale = lax.expand_dims(scale.astype(jnp.float32), [i for i in range(out.ndim) if i != axis])
         return (out * scale).astype(dtype), axis
-    args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
     dimensions, out_axis = dimensions.with_batch_axis()
-    return block_product_p.bind(*args, dimensions=dimensions, **params), out_axis
+    return block_product_p.bind(*mapped_in_front(args, axes), dimensions=dimensions, **params), out_axis
 
 
 def _lowered(
@@ -351,8 +346,13 @@ def _lowered_on_rocm(context: Any, *operands: Any, **params: Any) -> Any:
 
 _NAME = "a product with a scale for each block (recipes such as mxfp8, deepseek and nvfp4)"
 
-compile_alone(block_product_p)
-block_product_p.def_abstract_eval(_aval)
-lower_by_platform(block_product_p, _lowered_elsewhere, cuda=_lowered, rocm=_lowered_on_rocm, tpu=_lowered_on_tpu)
-batching.primitive_batchers[block_product_p] = _batched
-lower_with_devices(block_product_p)
+block_product_p = define(
+    "fp8_block_product",
+    aval=_aval,
+    batch=_batched,
+    lower=_lowered_elsewhere,
+    cuda=_lowered,
+    rocm=_lowered_on_rocm,
+    tpu=_lowered_on_tpu,
+    with_devices=True,
+)

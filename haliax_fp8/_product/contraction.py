@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .._jax.meshes import automatic_axes
+from .._jax.meshes import automatic_axes, manual_axes
 from .._jax.primitives import to_front
 from .._jax.xla import keep_cast, keep_cast_in_parts
 from .._numerics.formats import E5M2, FORMATS
@@ -197,6 +197,7 @@ class DotContraction(AbstractContraction):
         kernel_shape: tuple[int, ...] | None,
         lhs_shape: Sequence[int],
         rhs_shape: Sequence[int],
+        kernel_first: bool | None = None,
     ) -> "DotContraction":
         """Like `DotDimensions.of`; the kernel is the first operand if only that one has the kernel's free axes.
 
@@ -205,10 +206,14 @@ class DotContraction(AbstractContraction):
             kernel_shape: The sizes of the kernel's free axes; if None, it is the second operand.
             lhs_shape: The shape of the first operand.
             rhs_shape: The shape of the second.
+            kernel_first: Whether the kernel is the first operand, if that is known.
+
+        Raises:
+            ValueError: If `kernel_first` says so of the operand that does not have the kernel's free axes.
         """
         dims = DotDimensions.of(numbers, lhs_shape, rhs_shape)
         if kernel_shape is None:
-            return DotContraction(dims)
+            return DotContraction(dims, bool(kernel_first))
         batch = [lhs_shape[axis] for axis in dims.lhs_batch]
 
         def fits(shape: Sequence[int], free_axes: tuple[int, ...]) -> bool:
@@ -216,7 +221,18 @@ class DotContraction(AbstractContraction):
             # A free axis of the kernel is a batch axis of the product where the input has it too.
             return free == [*kernel_shape] or sorted(free + batch) == sorted(kernel_shape)
 
-        return DotContraction(dims, fits(lhs_shape, dims.lhs_free) and not fits(rhs_shape, dims.rhs_free))
+        could_be = fits(lhs_shape, dims.lhs_free), fits(rhs_shape, dims.rhs_free)
+        if kernel_first is None:
+            return DotContraction(dims, could_be == (True, False))
+        # Inside `shard_map`, the sizes are those of parts.
+        if could_be == (not kernel_first, kernel_first) and not manual_axes():
+            raise ValueError(
+                f"the op multiplies operands of shapes {tuple(lhs_shape)} and {tuple(rhs_shape)}, of which only the "
+                f"{'second' if kernel_first else 'first'} has the kernel's free axes, {kernel_shape}; but it was made "
+                f"with kernel_first={kernel_first}, in a LayerRule Kernel(first={kernel_first}). Correct that, or "
+                "leave it out for sizes to tell"
+            )
+        return DotContraction(dims, kernel_first)
 
     def ordered[A](self, input: A, kernel: A) -> tuple[A, A]:
         """Input and kernel as `lax.dot_general` takes them; or back."""

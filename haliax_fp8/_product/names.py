@@ -6,6 +6,9 @@ from typing import Final
 from .._numerics.rounding import ROTATION as ROTATION
 
 
+TRAIN_STEP: Final = "fp8_train_step"
+"""The name of the function that `TrainStep` jits."""
+
 FP8_DOT_GENERAL: Final = "fp8_dot_general"
 """The scope of a product in FP8."""
 

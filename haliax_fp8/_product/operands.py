@@ -15,7 +15,7 @@ from .._jax.xla import computed_together, divided_as_made, keep_cast
 from .._numerics.quantized_array import QuantizedArray, factors_out
 from .._state.record import operand_scales
 from .._state.table import numbers_of
-from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
+from ..recipes.recipe import OPERAND_NAMES, OPERANDS, USES, OperandName, ProductName
 from ..recipes.scaling import MeasuredMemory, OperandUse, of_all_elements
 from ..recipes.scaling.high_precision import unscaled
 from ..recipes.scaling.measured import Members, share_of_active
@@ -261,7 +261,9 @@ def measured_parts(
     state_per_group = spec.contraction.state_per_group
     used = _valid_rows(x, operand, extras, spec) if spec.contraction.groups else None
     if isinstance(memory, MeasuredMemory):
-        members = Members(spec.ensemble, axes_of_parts(x, record))
+        first = USES[operand][0]
+        contracted = spec.batched.contracted(first)[OPERANDS[first].index(operand)]
+        members = Members(spec.ensemble, axes_of_parts(x, record), contracted=contracted)
         active = None if used is None else share_of_active(extras[0], members)
         if used is not None:
             x, data = (jnp.where(used, values, np.asarray(0.0, values.dtype)) for values in (x, quantized.data))

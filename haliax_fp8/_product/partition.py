@@ -10,13 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 from jaxtyping import Array, Float, Float32
 
-from .._jax.custom_partitioning import knows_devices, lower_after_partitioning, lower_with_devices
-from .._jax.primitives import compile_alone, to_front
+from .._jax.custom_partitioning import knows_devices, lower_after_partitioning
+from .._jax.primitives import define, mapped_in_front
 from .._jax.xla import lowered_for_cuda
 from .._numerics.quantized_array import QuantizedArray
 from .dimensions import DotDimensions
@@ -305,9 +304,6 @@ def scaled_by_each_device(
     return divided_sum_p.bind(a.data, b.data, lax.reshape(scale, (1,)), **params)
 
 
-divided_sum_p = Primitive("fp8_divided_sum")
-
-
 def _of_part(a: Array, b: Array, scale: Array, **params: Any) -> Array:
     """The product of what one device has."""
     return dot_times_scale(a, b, lax.squeeze(scale, (0,)), **params)
@@ -320,8 +316,7 @@ def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, exact: bool, **
         # Not in the dtype: for which platform is not known yet.
         each = functools.partial(_of_part, dimensions=dimensions, in_dtype=False, **params)
         return jax.vmap(each, in_axes=(*axes, scale_axis))(a, b, scale), 0
-    size = next(x.shape[axis] for x, axis in zip((a, b), axes, strict=True) if axis is not None)
-    a, b = (to_front(x, axis, size, 0) for x, axis in zip((a, b), axes, strict=True))
+    a, b = mapped_in_front((a, b), axes)
     dimensions, out_axis = dimensions.with_batch_axis()
     return divided_sum_p.bind(a, b, scale, dimensions=dimensions, exact=exact, **params), out_axis
 
@@ -346,11 +341,7 @@ def _lowered(context: Any, *operands: Any, dimensions: DotDimensions, exact: boo
     )
 
 
-compile_alone(divided_sum_p)
-divided_sum_p.def_abstract_eval(aval_of)
-mlir.register_lowering(divided_sum_p, _lowered)
-batching.primitive_batchers[divided_sum_p] = _batched
-lower_with_devices(divided_sum_p)
+divided_sum_p = define("fp8_divided_sum", aval=aval_of, batch=_batched, lower=_lowered, with_devices=True)
 
 
 # --- What is sent once, or computed again -----------------------------------------------------------------------------
@@ -370,12 +361,8 @@ def kept_if_sent(kept: Array, again: Array) -> Array:
     return kept_if_sent_p.bind(kept, again)
 
 
-kept_if_sent_p = Primitive("fp8_kept_if_sent")
-
-
 def _kept_if_sent_batched(args: Any, axes: Any) -> tuple[Array, int]:
-    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-    return kept_if_sent_p.bind(*(to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True))), 0
+    return kept_if_sent_p.bind(*mapped_in_front(args, axes)), 0
 
 
 def _kept_if_sent_lowered(context: Any, kept: Any, again: Any) -> Any:
@@ -436,8 +423,10 @@ def _ends(indices: Sequence[slice], shape: tuple[int, ...]) -> list[tuple[int, i
     return [index.indices(size)[:2] for index, size in zip(indices, shape, strict=True)]
 
 
-compile_alone(kept_if_sent_p)
-kept_if_sent_p.def_abstract_eval(lambda kept, again: again)
-mlir.register_lowering(kept_if_sent_p, _kept_if_sent_lowered)
-batching.primitive_batchers[kept_if_sent_p] = _kept_if_sent_batched
-lower_with_devices(kept_if_sent_p)
+kept_if_sent_p = define(
+    "fp8_kept_if_sent",
+    aval=lambda kept, again: again,
+    batch=_kept_if_sent_batched,
+    lower=_kept_if_sent_lowered,
+    with_devices=True,
+)

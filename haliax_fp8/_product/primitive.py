@@ -21,14 +21,13 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, UInt32
 
-from .._jax.custom_partitioning import lower_with_devices
 from .._jax.max_grad import require_differentiated_state, require_transposed_state
 from .._jax.meshes import all_varying, aval_of_result, with_automatic_axes
-from .._jax.primitives import define_linearization, to_front
+from .._jax.primitives import define, mapped_size, to_front
 from .._numerics.quantized_array import QuantizedArray
 from .._state.op_state import warn_of_constant_state
 from .._state.record import cotangent, repeated
@@ -76,11 +75,6 @@ def fp8_dot_general(
 
 
 # --- The primitives -------------------------------------------------------------------------------------------------
-
-fp8_dot_p = Primitive("fp8_dot")
-# The same, for products that are divided over devices when they are lowered: JAX has to know by the primitive.
-fp8_dot_on_devices_p = Primitive("fp8_dot")
-fp8_dot_tangent_p = Primitive("fp8_dot_tangent")
 
 
 def _primitive_of(spec: ProductSpec) -> Primitive:
@@ -142,7 +136,7 @@ def _check_linear(linear: Sequence[bool], state: Any, spec: ProductSpec) -> None
 
 def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
     """Folds the mapped axis into the product; only a state or key that is mapped too makes independent members."""
-    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    size = mapped_size(args, axes)
     count = 2 + spec.contraction.extras
     *_, state, key, quantized_kernel = _split_others(args[2:], spec)
     *_, state_axis, key_axis, quantized_axes = _split_others(axes[2:], spec)
@@ -228,7 +222,7 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
 
 def _fp8_dot_tangent_batch(args, axes, *, spec: ProductSpec, linear: tuple[bool, ...], structure):
     """Where JAX differentiates first: folds the mapped axis into the product, as `_fp8_dot_batch` does."""
-    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    size = mapped_size(args, axes)
     arguments, mapped = (TangentArguments(*_unpack(x, linear, structure)) for x in (args, axes))
     arguments, spec, out_axis = with_mapped_axis(arguments, mapped, size, spec)
     leaves, structure = jax.tree.flatten((arguments.residuals, arguments.extras))
@@ -237,18 +231,20 @@ def _fp8_dot_tangent_batch(args, axes, *, spec: ProductSpec, linear: tuple[bool,
     return _in_front(out, out_axis)
 
 
-for _primitive, _function, _aval in (
-    (fp8_dot_p, _fp8_dot, _fp8_dot_aval),
-    (fp8_dot_on_devices_p, _fp8_dot, _fp8_dot_aval),
-    (fp8_dot_tangent_p, _fp8_dot_tangent, _fp8_dot_tangent_aval),
-):
-    _primitive.def_impl(_function)
-    _primitive.def_abstract_eval(_aval)
-    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
-for _primitive in (fp8_dot_p, fp8_dot_on_devices_p):
-    ad.primitive_jvps[_primitive] = _fp8_dot_jvp
-    define_linearization(_primitive, _fp8_dot_linearize)
-    batching.primitive_batchers[_primitive] = _fp8_dot_batch
-lower_with_devices(fp8_dot_on_devices_p)
-ad.primitive_transposes[fp8_dot_tangent_p] = _fp8_dot_transpose
-batching.primitive_batchers[fp8_dot_tangent_p] = _fp8_dot_tangent_batch
+_rules: dict[str, Any] = {
+    "function": _fp8_dot,
+    "aval": _fp8_dot_aval,
+    "batch": _fp8_dot_batch,
+    "jvp": _fp8_dot_jvp,
+    "linearize": _fp8_dot_linearize,
+}
+fp8_dot_p = define("fp8_dot", **_rules)
+# For products that are divided over devices when they are lowered: JAX has to know by the primitive.
+fp8_dot_on_devices_p = define("fp8_dot", **_rules, with_devices=True)
+fp8_dot_tangent_p = define(
+    "fp8_dot_tangent",
+    function=_fp8_dot_tangent,
+    aval=_fp8_dot_tangent_aval,
+    batch=_fp8_dot_tangent_batch,
+    transpose=_fp8_dot_transpose,
+)

@@ -7,12 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 from jaxtyping import Array, Float, Float32
 
 from .._jax.meshes import all_varying, aval_of_result
-from .._jax.primitives import compile_alone, lower_by_platform, to_front
+from .._jax.primitives import define, mapped_size, to_front
 from .._numerics.quantized_array import QuantizedArray, expand
 from .dimensions import DotDimensions
 
@@ -157,7 +156,7 @@ def aval_of(a: Any, b: Any, scale: Any, *, dimensions: DotDimensions, dtype: np.
 
 def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, **params: Any) -> tuple[Array, int]:
     """The mapped axis is a free axis of the operand that has it; or a batch axis of both, if scales have it too."""
-    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    size = mapped_size(args, axes)
     are_mapped = [axis is not None for axis in axes]
     if args[2].ndim or are_mapped[2]:
         are_mapped = [True] * 3
@@ -172,8 +171,6 @@ def _lowered(context: Any, *operands: Any, in_dtype: bool = False, **params: Any
     return mlir.lower_fun(product, multiple_results=False)(context, *operands)
 
 
-scaled_product_p = Primitive("fp8_scaled_product")
-compile_alone(scaled_product_p)
-scaled_product_p.def_abstract_eval(aval_of)
-batching.primitive_batchers[scaled_product_p] = _batched
-lower_by_platform(scaled_product_p, _lowered, cuda=functools.partial(_lowered, in_dtype=True))
+scaled_product_p = define(
+    "fp8_scaled_product", aval=aval_of, batch=_batched, lower=_lowered, cuda=functools.partial(_lowered, in_dtype=True)
+)

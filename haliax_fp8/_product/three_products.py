@@ -309,9 +309,7 @@ def backward(
 
 
 def _scope(product: ProductName, spec: ProductSpec) -> contextlib.AbstractContextManager[Any]:
-    quantized = product in spec.recipe.quantized_products
-    is_fp4 = quantized and any(q.format.bits <= 4 for q in spec.recipe.products[product])
-    return jax.named_scope(f"{product}/{FP4}" if is_fp4 else product)
+    return jax.named_scope(f"{product}/{FP4}" if spec.recipe.precisions[product] == "FP4" else product)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "linear"))

@@ -123,7 +123,8 @@ class OpState(OverwriteWithGradient):
         table = to_float32(self.array)
         scale, guard = table[..., 0], table[..., -1]
         positive_or_one = jnp.where(scale <= 0.0, jnp.float32(1.0), scale)
-        return jnp.where(fit(scale, guard), positive_or_one, jnp.float32(jnp.nan))
+        # NumPy's NaN: one of JAX's would stop `jax_debug_nans` where no scale is NaN.
+        return jnp.where(fit(scale, guard), positive_or_one, np.float32(np.nan))
 
     @property
     def is_record(self) -> bool:
@@ -264,9 +265,11 @@ def warn_of_constant_state(recipe: Recipe) -> None:
         return
     warnings.warn(
         f"the gradient of an FP8 layer's weight was taken without that of its state ({recipe}): if this trains the "
-        "weight, the scales stay as they are for ever. eqx.partition put the state with the frozen weights, or the "
-        f"gradient is of the weights alone. {KEEP_STATE_WITH_TRAINED} If the gradient trains nothing, as in an "
-        "analysis or a line search, take that of haliax_fp8.training.exact_gradients(loss_fn)",
+        "weight, the scales stay as they are for ever. The model was converted inside the loss: convert it once, "
+        "before; or the op was made inside __call__: make it a field of the layer; or eqx.partition put the state with "
+        f"the frozen weights, or the gradient is of the weights alone. {KEEP_STATE_WITH_TRAINED} If the gradient "
+        "trains nothing, as in an analysis or a line search, take that of "
+        "haliax_fp8.training.exact_gradients(loss_fn)",
         stacklevel=2,
         skip_file_prefixes=_LIBRARIES,
     )

@@ -14,17 +14,16 @@ The spare is never read. With it XLA takes the slices of a stacked layer's scale
 several layers: 286 launches instead of 297 in a step of two stacked blocks on an H100.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jaxtyping import Array, Float32
 
+from .._jax.errors import NotDifferentiable
 from .._jax.max_grad import is_max_grad, reduced_later, to_dtype_of, to_float32
 from .._jax.meshes import (
     as_varying,
@@ -35,7 +34,7 @@ from .._jax.meshes import (
     varying_axes,
 )
 from .._jax.opaque import opaque_constant
-from .._jax.primitives import to_front
+from .._jax.primitives import define, mapped_in_front, to_front
 from ..recipes.scaling.base import AbstractScaling
 from .table import measured_in_record, next_table, numbers_of, record_length, scales_in
 
@@ -167,7 +166,7 @@ def cotangent(measured: Float32[Array, "*ensemble length"], tangent: Any) -> Arr
     aval = tangent.aval
     # A record in float32 comes from a table, of which `_transpose` says the same.
     if is_max_grad(aval) and (axes := unchecked_axes()) and not set(axes) <= set(reduced_later(aval)):
-        raise ValueError(_unchecked(axes))
+        raise NotDifferentiable(_unchecked(axes))
     if axes := tuple(sorted(varying_axes(measured) - varying_axes(tangent))):
         measured = largest_over_devices(measured, axes)
     return to_dtype_of(as_varying(measured, (tangent,)), aval)
@@ -200,11 +199,6 @@ def record_of_table(
         limits: The largest value of each operand's format.
     """
     return record_of_table_p.bind(table, scalings=scalings, limits=limits)
-
-
-record_of_table_p = Primitive("fp8_record_of_table")
-record_of_table_tangent_p = Primitive("fp8_record_of_table_tangent")
-next_table_p = Primitive("fp8_next_table")
 
 
 def _record(table: Array, **static: Any) -> Array:
@@ -252,13 +246,16 @@ def _transpose(cotangent: Any, tangent: Any, table: Array, **static: Any) -> lis
     if type(cotangent) is ad.Zero:
         return [None, None]
     if axes := unchecked_axes():
-        raise ValueError(_unchecked(axes))
+        raise NotDifferentiable(_unchecked(axes))
     return [to_dtype_of(next_table_p.bind(to_float32(table), cotangent, **static), tangent.aval), None]
 
 
-def _batch(primitive: Primitive, args: Any, axes: Any, **static: Any) -> tuple[Array, int]:
-    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-    return primitive.bind(*[to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)], **static), 0
+def _record_batch(args: Any, axes: Any, **static: Any) -> tuple[Array, int]:
+    return record_of_table_p.bind(*mapped_in_front(args, axes), **static), 0
+
+
+def _tangent_batch(args: Any, axes: Any, **static: Any) -> tuple[Array, int]:
+    return record_of_table_tangent_p.bind(*mapped_in_front(args, axes), **static), 0
 
 
 def _next_table_batch(args: Any, axes: Any, **static: Any) -> tuple[Array, int]:
@@ -268,7 +265,7 @@ def _next_table_batch(args: Any, axes: Any, **static: Any) -> tuple[Array, int]:
     """
     (table, record), (table_axis, record_axis) = args, axes
     if table_axis is not None:
-        return _batch(next_table_p, args, axes, **static)
+        return next_table_p.bind(*mapped_in_front(args, axes), **static), 0
     new = next_table_p.bind(table, lax.reduce_max(record, (record_axis,)), **static)
     zeros = (0, record.shape[record_axis] - 1, 0)
     return lax.pad(lax.expand_dims(new, (0,)), np.float32(0.0), [zeros, *[(0, 0, 0)] * new.ndim]), 0
@@ -289,9 +286,6 @@ def repeated(record: Array, size: int) -> Array:
     `vmap` makes replicas if each example has a random key of its own.
     """
     return repeated_p.bind(record, size=size, axis=0)
-
-
-repeated_p = Primitive("fp8_repeated_record")
 
 
 def _repeat(record: Array, *, size: int, axis: int) -> Array:
@@ -324,22 +318,31 @@ def _repeated_batch(args: Any, axes: Any, *, size: int, axis: int) -> tuple[Arra
     return repeated_p.bind(to_front(args[0], axes[0], args[0].shape[axes[0]], 0), size=size, axis=axis + 1), 0
 
 
-# --- Registration -----------------------------------------------------------------------------------------------------
+# --- The primitives ---------------------------------------------------------------------------------------------------
 
 
-for _primitive, _function, _aval, _jvp in (
-    (record_of_table_p, _record, _record_aval, _record_jvp),
-    (record_of_table_tangent_p, _tangent, lambda tangent, table, **static: _record_aval(table, **static), None),
-    (next_table_p, _next_table, lambda table, record, **static: table, _next_table_jvp),
-    (repeated_p, _repeat, _repeated_aval, _repeated_jvp),
-):
-    _primitive.def_impl(_function)
-    _primitive.def_abstract_eval(_aval)
-    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
-    batching.primitive_batchers[_primitive] = functools.partial(_batch, _primitive)
-    if _jvp is not None:
-        ad.primitive_jvps[_primitive] = _jvp
-ad.primitive_transposes[record_of_table_tangent_p] = _transpose
-batching.primitive_batchers[next_table_p] = _next_table_batch
-ad.primitive_transposes[repeated_p] = _repeated_transpose
-batching.primitive_batchers[repeated_p] = _repeated_batch
+record_of_table_p = define(
+    "fp8_record_of_table", function=_record, aval=_record_aval, batch=_record_batch, jvp=_record_jvp
+)
+record_of_table_tangent_p = define(
+    "fp8_record_of_table_tangent",
+    function=_tangent,
+    aval=lambda tangent, table, **static: _record_aval(table, **static),
+    batch=_tangent_batch,
+    transpose=_transpose,
+)
+next_table_p = define(
+    "fp8_next_table",
+    function=_next_table,
+    aval=lambda table, record, **static: table,
+    batch=_next_table_batch,
+    jvp=_next_table_jvp,
+)
+repeated_p = define(
+    "fp8_repeated_record",
+    function=_repeat,
+    aval=_repeated_aval,
+    batch=_repeated_batch,
+    jvp=_repeated_jvp,
+    transpose=_repeated_transpose,
+)

@@ -1,13 +1,10 @@
 """The file of a run: safetensors with checksums, because weights with a wrong byte look like weights."""
 
 import contextlib
-import importlib
 import math
 import os
 import pathlib
-import re
 import struct
-import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -17,16 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..folders.checksums import checksum, index_metadata, read_index, to_json
-from ..folders.header import NAMES, Stored, read_header
+from ..folders.header import NAMES, Stored, header_in
 from ..folders.strict_json import BrokenCheckpoint
+from ..folders.unfinished import take_name, unfinished
 from ..layers.checks import check_not_modified, require_tree
 from .checkpoint import HostArrays
 from .names import Leaf, described, is_saved, leaves_of, require_one_each
 from .recipes import Run, from_file, in_file, recipes_of, require_microbatches
-
-
-# Locks files, which Windows does not need: there, a file that is open cannot be removed.
-_fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
 
 def save(
@@ -36,8 +30,8 @@ def save(
 
     The file is written under another name, flushed to the disk and renamed, so a save that is interrupted leaves the
     file that was there. If the process was killed, its unfinished file stays until the next save of that name removes
-    it. `load_into` reads the file into models of another recipe, history length or layout, and compares what it reads
-    with checksums.
+    it; SIGTERM leaves none. `load_into` reads the file into models of another recipe, history length or layout, and
+    compares what it reads with checksums.
 
     Args:
         path: The file; `.safetensors` is added if the name has no suffix.
@@ -89,15 +83,19 @@ def with_suffix(path: str | os.PathLike[str]) -> pathlib.Path:
     return path if path.suffix else path.with_suffix(".safetensors")
 
 
-def open_file(path: pathlib.Path) -> HostArrays:
+def open_file(path: pathlib.Path, file: BinaryIO) -> HostArrays:
     """The tensors of a safetensors file; of one that `save` wrote, as the leaves were, compared with their checksums.
+
+    Args:
+        path: The file, for errors.
+        file: The file, open at its beginning: the name may belong to another one the next moment.
 
     Raises:
         ValueError: If the file is damaged.
     """
     try:
         metadata: dict[str, str] = {}
-        tensors = read_header(path, metadata)
+        tensors = header_in(file, path, metadata)
         index = read_index(path.name, metadata, tensors)
         leaves = index.get("leaves", {})
         entries = {name: _entry(stored, leaves.get(name)) for name, stored in tensors.items()}
@@ -105,7 +103,7 @@ def open_file(path: pathlib.Path) -> HostArrays:
     except ValueError as error:
         raise ValueError(f"path={str(path)!r} cannot be read: {error}") from error
     # Mapped as long as the checkpoint is open: the file may be replaced meanwhile.
-    content = np.memmap(path, np.uint8, "r")
+    content = np.memmap(file, np.uint8, "r")
 
     def array(name: str) -> np.ndarray:
         stored = tensors[name]
@@ -122,8 +120,13 @@ def open_file(path: pathlib.Path) -> HostArrays:
     return HostArrays(entries, array, run)
 
 
-def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
+def open_equinox(path: pathlib.Path, file: BinaryIO, made_from: Any) -> HostArrays:
     """The leaves of a file of Equinox, which has no names: those of the tree that it was made from.
+
+    Args:
+        path: The file, for errors.
+        file: The file, open at its beginning.
+        made_from: As in `load_into`.
 
     Raises:
         ValueError: If Equinox cannot read it into such a tree.
@@ -134,10 +137,13 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
             "a folder that Orbax wrote. A file of Equinox has no names: give the model that it was made from, "
             "load_into(model, path, made_from=old_model); eqx.filter_eval_shape makes one without arrays"
         )
+    require_tree(made_from, "load_into(model, path, made_from=old_model)", "made_from")
     saved = [leaf for leaf in leaves_of(made_from) if is_saved(leaf.value)]
     require_one_each((leaf.name for leaf in saved), "made_from")
     try:
-        leaves = eqx.tree_deserialise_leaves(path, [leaf.value for leaf in saved])
+        leaves = eqx.tree_deserialise_leaves(file, [leaf.value for leaf in saved])
+        if file.read(1):
+            raise ValueError("it holds more arrays than made_from has leaves")
     except (RuntimeError, ValueError, EOFError, OSError) as error:
         raise ValueError(f"{path} was not made from a tree like made_from, or is cut off: {error}") from error
     arrays = {leaf.name: value for leaf, value in zip(saved, leaves, strict=True)}
@@ -213,57 +219,15 @@ def _write(file: BinaryIO, leaves: list[Leaf], run: Run) -> None:
 
 @contextlib.contextmanager
 def _replaced(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when it is complete and on the disk.
-
-    It is locked until then. The system unlocks it when the writer ends, however it ends.
-    """
-    temporary, lock = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp"), None
+    """A file that takes its name when it is complete and on the disk."""
     try:
-        _remove_unfinished(path)
-        with _created(temporary) as file:
-            lock = None if _fcntl is None else os.dup(file.fileno())
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        if hasattr(os, "O_DIRECTORY"):  # not on Windows: a rename is on the disk once the folder is
-            descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+        with unfinished(path) as temporary:
+            with temporary.open("wb") as file:
+                yield file
+            take_name(temporary, path)
     except OSError as error:
         what = f"path={str(path)!r} cannot be written: {error.strerror or error}"
         raise ValueError(f"{what}; choose another file, on a disk with room") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def _created(temporary: pathlib.Path) -> BinaryIO:
-    """A new file, locked where the file system has locks."""
-    while True:
-        file = temporary.open("wb")
-        if _fcntl is None:
-            return file
-        with contextlib.suppress(OSError):
-            _fcntl.flock(file, _fcntl.LOCK_EX)
-        if temporary.exists():
-            return file
-        file.close()  # Another save found it before it was locked, and removed it.
-
-
-def _remove_unfinished(path: pathlib.Path) -> None:
-    """Removes what writers of a file left that were killed: nobody has it locked, or open on Windows."""
-    unfinished = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.tmp")
-    for other in [other for other in path.parent.iterdir() if unfinished.fullmatch(other.name)]:
-        with contextlib.suppress(OSError):
-            if _fcntl is None:
-                other.unlink()
-                continue
-            with other.open("r+b") as file:
-                _fcntl.flock(file, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
-                other.unlink()
 
 
 def _require_savable(leaf: Leaf) -> None:

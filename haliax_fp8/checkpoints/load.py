@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._numerics.checks import require_bool
 from .._numerics.fits import require_fits
 from ..folders.header import UNKNOWN
+from ..folders.strict_json import BrokenCheckpoint, open_regular
 from ..layers.checks import require_tree
 from ..layers.quantized_kernels import require_no_quantized_kernels
 from .checkpoint import AbstractCheckpoint, HostArrays
@@ -51,9 +53,14 @@ def open_checkpoint(path: Any, model: Any, made_from: Any) -> AbstractCheckpoint
     if not path.exists():
         either = "" if path == given else f", and neither does {os.fspath(path)!r}"
         raise ValueError(f"path={os.fspath(given)!r} does not exist{either}; give a file, or a folder that Orbax wrote")
-    with path.open("rb") as file:
+    try:
+        file = open_regular(path)
+    except BrokenCheckpoint as error:
+        raise ValueError(f"path={os.fspath(path)!r} cannot be read: {error}") from None
+    with file:
         is_equinox = made_from is not None or file.read(len(_ARRAY)) == _ARRAY
-    return open_equinox(path, made_from) if is_equinox else with_names_of(model, open_file(path))
+        file.seek(0)
+        return open_equinox(path, file, made_from) if is_equinox else with_names_of(model, open_file(path, file))
 
 
 # How each array of Equinox's files begins: NumPy's format.
@@ -82,11 +89,12 @@ def load_into[M](
             `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`), whose sharding is then that of the loaded array.
         path: A file of `save` or of Equinox's serialisation, a safetensors file, the folder of a step that Orbax wrote,
             or a mapping of names to arrays. Keys of safetensors and of mappings may be those of Haliax's state dict.
-        strict: Whether anything but a complete load is an error: a leaf changed or fresh, an entry unused, or a layer
-            with another recipe than in the run that `save` wrote.
+        strict: Whether anything but a complete load is an error: a leaf changed or fresh, an entry unused, a layer
+            with another recipe than in the run that `save` wrote, or another number of microbatches. A file does not
+            know an optimizer's class and options, such as learning rates.
         made_from: For files of Equinox without names: the tree that was saved, or one of its structure.
-        allow_fresh_weights: Whether a weight may stay as it is in the given model although an entry is unused. Usually
-            the two belong together, under names that differ. State of FP8 layers and of optimizers may always.
+        allow_fresh_weights: Whether a weight that the checkpoint lacks may stay as it is in the given model. State of
+            FP8 layers and of optimizers may always.
         microbatches: How many microbatches a step has, `step.microbatches`. If `save` was given another number, the
             amaxes of output gradients are multiplied: in a mean over microbatches of the same batch, the gradient of
             each is as many times larger as there are more of them.
@@ -98,9 +106,9 @@ def load_into[M](
         ValueError: If the checkpoint is missing or damaged; if nothing in it fits the model, a weight has another
             shape or kind than the model's, or an abstract model has a leaf that it lacks; if a weight in FP8 comes
             without its scale; if two leaves have the same name, or a number does not fit its leaf's dtype; with
-            `strict`, if the load is not complete; without `allow_fresh_weights`, if the checkpoint lacks a weight and
-            has an entry that the model has no leaf for; if `microbatches` is not a positive integer. The message names
-            the leaves and the remedy.
+            `strict`, if the load is not complete, or the file has a number of microbatches and you do not say yours;
+            without `allow_fresh_weights`, if the checkpoint lacks a weight; if `microbatches` is not a positive
+            integer. The message names the leaves and the remedy.
 
     Example:
         >>> from haliax_fp8.checkpoints import load_into
@@ -110,6 +118,8 @@ def load_into[M](
         >>> report.kept, "calibrate" in report.fresh["layers.0.dot_general.state.table"]
         (('layers.0.weight',), True)
     """
+    require_bool("strict", strict, "load_into")
+    require_bool("allow_fresh_weights", allow_fresh_weights, "load_into")
     require_microbatches(microbatches, of="load_into")
     checkpoint = open_checkpoint(path, model, made_from)
     require_tree(model, "load_into(model, path)")
@@ -148,14 +158,24 @@ def load_into[M](
     changed |= recipes.changed_without_table(checkpoint.entries.keys(), {leaf.name for leaf in leaves})
     used = {plan.name for plan in plans}
     unused = checkpoint.entries.keys() - used - {plan.refused for plan in plans}
-    report = LoadReport(tuple(kept), changed, fresh, tuple(sorted(unused)))
+    report = LoadReport(tuple(kept), changed, fresh, tuple(sorted(unused)), recipes.not_compared)
     if checkpoint.entries and not used - {None}:
         raise ValueError(_nothing_fits(checkpoint, [leaf.name for leaf in leaves if is_saved(leaf.value)], shown))
+    if strict:
+        _require_same_microbatches(checkpoint.run.microbatches, microbatches)
     if strict and not report.is_complete:
         raise ValueError(incomplete(model, report, checkpoint.entries))
     if not allow_fresh_weights:
         require_no_fresh_weights(model, [leaf.name for leaf in leaves if _is_weight(leaf)], report, shown)
     return with_leaves(model, values), report
+
+
+def _require_same_microbatches(saved: int | None, here: int | None) -> None:
+    if saved is not None and here is None:
+        raise ValueError(
+            f"strict=True, and the run was saved with microbatches={saved}, while load_into got none: pass "
+            "microbatches=step.microbatches, because another number gives other gradients"
+        )
 
 
 def _nothing_fits(checkpoint: AbstractCheckpoint, expected: list[str], shown: str) -> str:
@@ -286,6 +306,19 @@ class _Recipes:
             shown = f"{before} microbatch{'' if before == 1 else 'es'} in the checkpoint, {now} here"
             how += [f"{shown}: the amaxes of gradients were multiplied by {factor:g}"]
         return result, how
+
+    @property
+    def not_compared(self) -> str:
+        """What the runs may differ in although each table is the same; empty if there is nothing."""
+        operands = ((name, x["scaling"]) for op in self._here.values() for name, x in op.items())
+        if (
+            not self._is_recorded
+            or None not in self._microbatches
+            or not any(is_gradient(name) and "amax_history_length" in (scaling or {}) for name, scaling in operands)
+        ):
+            return ""
+        where = " and ".join(f for f, n in zip(("save", "load_into"), self._microbatches, strict=True) if n is None)
+        return f"the number of microbatches, because {where} got none: pass microbatches=step.microbatches"
 
     def changed_without_table(self, entries: Collection[str], leaves: Collection[str]) -> dict[str, str]:
         """The ops whose recipe is another, by name, and how; those that have a table are reported with it.

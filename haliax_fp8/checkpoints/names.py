@@ -11,6 +11,7 @@ import numpy as np
 from .._state.op_state import OpState
 from ..layers.checks import holds_optimizer_state
 from ..layers.walk import path_string
+from ..training.quantized_state import QuantizedState
 
 
 class Leaf(NamedTuple):
@@ -119,6 +120,6 @@ def states_of_optimizers(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[str]
 def _has_model(part: Any) -> bool:
     """Whether a part is a module or has one, as what trainers keep; not in named tuples, as moments are."""
     if isinstance(part, eqx.Module):
-        return True
+        return not isinstance(part, QuantizedState)
     values = part.values() if isinstance(part, dict) else part if type(part) in (tuple, list) else ()
     return any(map(_has_model, values))

@@ -22,6 +22,8 @@ class LoadReport(Printable):
         fresh: Leaves that the checkpoint does not provide, and why. State is then as before the first step; everything
             else is as it was in the given model.
         unused: Names of entries that the model has no leaf for.
+        not_compared: What may differ from the saved run although all leaves are kept: the number of microbatches, if
+            `save` or `load_into` got none. Empty if there is nothing.
 
     Example:
         >>> from haliax_fp8.checkpoints import load_into
@@ -35,6 +37,7 @@ class LoadReport(Printable):
     changed: Mapping[str, str]
     fresh: Mapping[str, str]
     unused: tuple[str, ...]
+    not_compared: str = ""
 
     @property
     def is_complete(self) -> bool:
@@ -54,9 +57,10 @@ class LoadReport(Printable):
 
     def __rich__(self) -> RenderableType:
         """How many of each; and a line for everything that was not simply kept."""
+        note = f"Not compared: {self.not_compared}." if self.not_compared else ""
         if self.is_complete:
-            return Text(f"Loaded: {self.summary}", "bold")
-        table = new_table(f"Loaded: {self.summary}")
+            return Text("\n".join(filter(None, (f"Loaded: {self.summary}", note))), "bold")
+        table = new_table(f"Loaded: {self.summary}", note)
         table.add_column("name", overflow="fold")
         table.add_column(no_wrap=True)
         table.add_column("how, or why", overflow="fold")
@@ -102,7 +106,7 @@ def require_fit(tree: Any, misfits: Mapping[str, str], shown: str) -> None:
 
 
 def require_no_fresh_weights(tree: Any, weights: Iterable[str], report: LoadReport, shown: str) -> None:
-    """Raises a ValueError if a weight is fresh and an entry unused: a name may have changed, on purpose or by damage.
+    """Raises a ValueError if the checkpoint lacks a weight: the model would go on with numbers that nobody trained.
 
     Args:
         tree: What was loaded into.
@@ -113,10 +117,13 @@ def require_no_fresh_weights(tree: Any, weights: Iterable[str], report: LoadRepo
     states = list(states_of_optimizers(tree))
     fresh = [name for name in weights if name in report.fresh and not within(name, states)]
     unused = [name for name in report.unused if not name.endswith(_STATE) and not is_rounding_key(name)]
-    if fresh and unused:
+    if fresh:
+        renamed = (
+            f", while the model has no leaf for {listed(unused)}: if a part was renamed, give the model the saved "
+            "names, or load a mapping with its own; "
+        )
         raise ValueError(
-            f"{shown} has nothing for {listed(fresh)}, while the model has no leaf for {listed(unused)}: if a part was "
-            "renamed, give the model the saved names, or load a mapping with its own; if it is to stay as it is in the "
+            f"{shown} has nothing for {listed(fresh)}{renamed if unused else ': '}if it is to stay as it is in the "
             "given model, use load_into(..., allow_fresh_weights=True)"
         )
 
@@ -143,8 +150,8 @@ def _cause(tree: Any, names: list[str]) -> tuple[str, str]:
         where = ", ".join(sorted(parts))
         return (
             f"the optimizer's state, {where} in the tree, does not match the saved one; everything else does",
-            "Make it with the same optimizer and options as the saved one; or use strict=False, which starts the "
-            "rest fresh",
+            "Make it with the same optimizer and options as the saved one; if only quantized_state differs, load the "
+            "saved kind and pass it to transfer_optimizer_state; or use strict=False, which starts the rest fresh",
         )
     whose = "the checkpoint does not belong to this model"
     if any(name.endswith((_STATE, "dot_general")) for name in names):

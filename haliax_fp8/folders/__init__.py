@@ -11,3 +11,4 @@ from .convert import (
 )
 from .explain import Explanation as Explanation, explain_folder as explain_folder
 from .layout import Layout as Layout
+from .strict_json import BrokenCheckpoint as BrokenCheckpoint

@@ -1,8 +1,10 @@
 """check_folder: whether a folder holds a quantized checkpoint that engines can load, without running one."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 
 from rich.console import RenderableType
@@ -10,10 +12,12 @@ from rich.text import Text
 
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher
+from .adapter import AdapterFolder, is_adapter
+from .beside import is_language_model
 from .checked import WRITE_AGAIN, Checked, Fault, is_quantized, layout_name
 from .codes import looked_through
 from .configuration import NotSupported
-from .folder import TensorFolder
+from .folder import CONFIG, TensorFolder
 from .four_bits import E2M1
 from .sizes import size_faults
 from .strict_json import BrokenCheckpoint
@@ -64,7 +68,7 @@ class CheckReport(Printable):
             counts = {"FP8": self.quantized - self.in_four_bits, "four bits": self.in_four_bits}
             counts = {kind: n for kind, n in counts.items() if n} or {"FP8": 0}
             shown = "".join(f", {n} weights in {kind}" for kind, n in counts.items())
-            summary += "" if self.converter else shown
+            summary += "" if self.converter or self.layout.startswith("adapter of ") else shown
         summary += f"; {self.verdict}"
         if not self.faults:
             return Text(f"{summary}: {self.converter}", "yellow") if self.converter else Text(summary, "green")
@@ -96,6 +100,8 @@ def check_folder(
     if not isinstance(directory, str | os.PathLike):
         raise ValueError(f"directory={directory!r} is not a path; use check_folder('a/folder')")
     path = pathlib.Path(directory)
+    if is_adapter(path):
+        return _adapter_report(path)
     try:
         folder = TensorFolder.open(path, follow_links=follow_links)
     except BrokenCheckpoint as broken:
@@ -108,12 +114,49 @@ def check_folder(
     except NotSupported as other:
         found = tuple(Fault(*found) for found in _without_layout(folder))
         return CheckReport(path, other.layout, 0, len(folder.tensors), found, other.remedy)
-    faults = sorted(dict.fromkeys(checked.faults(progress)), key=lambda fault: not fault.is_error)
+    found = itertools.chain(checked.faults(progress), _silent(folder))
+    faults = sorted(dict.fromkeys(found), key=lambda fault: not fault.is_error)
     quantized = sum(map(is_quantized, checked.tensors.values()))
     four = sum(stored.dtype == E2M1 for stored in checked.tensors.values())
     name = layout_name(checked.layout)
     count = sum(len(stored.parts) for stored in checked.tensors.values())
     return CheckReport(path, name, quantized, count, tuple(faults), in_four_bits=four)
+
+
+def _silent(folder: TensorFolder) -> Iterator[Fault]:
+    """What a language model lacks to read text, and to end its own."""
+    if not is_language_model(folder.config):
+        return
+    remedy = "copy it from the folder of the original model, or export with like=..., which does"
+    if not any(map(_TOKENIZER.match, os.listdir(folder.directory))):
+        problem = "it is missing, and so are other files of a tokenizer: engines take numbers of tokens, and no text"
+        yield Fault("tokenizer.json", "", problem, remedy, is_error=False)
+    try:
+        beside = folder.json_beside(_GENERATION) or {}
+    except BrokenCheckpoint as broken:
+        yield Fault(broken.file, broken.tensor, broken.problem, remedy, is_error=False)
+        return
+    key = "eos_token_id"
+    if key in folder.config and folder.config[key] is None and beside.get(key) is None:
+        problem = f"it is null, also in {_GENERATION}: engines write on until they may write no more"
+        yield Fault(CONFIG, key, problem, remedy, is_error=False)
+
+
+_GENERATION = "generation_config.json"
+
+# Files of tokenizers: of any library, of Mistral's, of SentencePiece, and of the first models of Hugging Face.
+_TOKENIZER = re.compile(r"tokenizer|tekken\.json|spiece\.model|sentencepiece|vocab\.")
+
+
+def _adapter_report(path: pathlib.Path) -> CheckReport:
+    """What is wrong with an adapter; whether it fits a base is seen when it is imported."""
+    try:
+        adapter = AdapterFolder.open(path)
+    except BrokenCheckpoint as broken:
+        problem, _, remedy = broken.problem.partition("; ")
+        return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, problem, remedy or WRITE_AGAIN),))
+    faults = tuple(Fault(*found) for found in adapter.faults())
+    return CheckReport(path, adapter.name, 0, 2 * len(adapter.halves), faults)
 
 
 def _without_layout(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:

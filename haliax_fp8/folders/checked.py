@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from .._printing.progress import Watcher, progress_of
-from .._tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_linear, is_norm, is_router
+from .._tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_linear, is_norm, is_router, is_table
+from .beside import has_tied_head
 from .codes import Codes, count_codes, looked_through
 from .configuration import presented, read_layout
 from .folder import CONFIG, TensorFolder
@@ -23,18 +24,27 @@ from .layout import (
     FLOATS,
     INPUT_SCALES,
     KEY,
-    REGEX,
     SCALES,
     Layout,
     as_float32,
-    matcher,
 )
+from .model_keys import input_scales, model_faults
+from .patterns import REGEX, matcher
 from .sizes import multiplies_by_norms, size_faults
 from .strict_json import BrokenCheckpoint
 
 
 # A weight whose data, times their scales, are as large as this has lost its scales, or was quantized twice.
 _LARGE, _LIMIT = 112.0, 448.0
+
+# And one whose largest is below this adds nothing to any output; trained ones are about 2**30 times as large.
+_SMALL = 2.0**-30
+
+# What the largest element of each row is where data were made for float8_e4m3fnuz, which ends at 240; vLLM takes 224.
+_FNUZ_LIMITS, _FEW_BLOCKS = (224.0, 240.0), 16
+
+# Calibrations of one input differ less than by this factor.
+_SAME_INPUT_FACTOR = 64
 
 # No weight in four bits has so many scales and all of them equal to 1.
 _FEW_SCALES = 32
@@ -51,11 +61,6 @@ _OLD_CACHE_SCALE = "kv_scale"
 WRITE_AGAIN = "copy the folder again, or write it again with the library that made it"
 _QUANTIZE_AGAIN = "quantize the weight again from the one in high precision"
 _DEQUANTIZE = "write it in bfloat16, and add its layer to `ignore`"
-
-# What models of Hugging Face call tables of embeddings, and nothing else.
-_TABLES = re.compile(
-    r"(^|\.)(embed_tokens|embed_positions|tok_embeddings|(word|position)_embeddings|wte|wpe)$|^shared$"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +139,11 @@ class Checked:
         return [name.removesuffix(WEIGHT) for name in self.tensors if name.endswith(WEIGHT)]
 
     @functools.cached_property
+    def _misfits(self) -> set[str]:
+        """The tensors that have other shapes than config.json says."""
+        return {tensor for _, tensor, *_ in size_faults(self.folder)}
+
+    @functools.cached_property
     def ignored(self) -> set[str]:
         """The layers that the configuration leaves alone."""
         return self._matched("ignore", self.layout.ignore if self.layout else ())
@@ -184,10 +194,12 @@ class Checked:
     def of_folder(self) -> Iterator[Fault]:
         """What is wrong with the configuration, and with tensors that do not fit it or each other."""
         yield from (Fault(*found) for found in size_faults(self.folder))
+        yield from (Fault(*found) for found in model_faults(self.folder, self.layout))
         yield from self._of_caches()
         if self.layout is not None:
             yield from self._of_configuration(self.layout)
             yield from self._of_merged_layers(self.layout)
+            yield from self._of_input_scales(self.layout)
 
     def _of_plain(self, name: str) -> Iterator[Fault]:
         """What is wrong with the values of a tensor in high precision."""
@@ -223,7 +235,7 @@ class Checked:
             remedy = f"name its layer in the group of config.json that has it in {bits}, or quantize it again"
         elif not name.endswith(WEIGHT):
             wrong = f"it is in {bits} without a scale; only weights of layers may be in {bits}"
-        elif _TABLES.search(layer) or (is_norm(layer) and axes == 1):
+        elif is_table(layer) or (is_norm(layer) and axes == 1):
             wrong = f"it is in {bits}, and engines read embeddings and norms without scales"
         elif axes not in (2, 3):
             wrong = f"it is in {bits} with shape {stored.shape}; weights of linear layers have the axes [out, in]"
@@ -282,9 +294,13 @@ class Checked:
             )
         elif scale.shape not in shapes:
             transposed = scale.shape in layout.scale_shapes((*stored.shape[:-2], *stored.shape[:-3:-1]))
-            hint = "; it fits the transposed weight, which has to be [out, in]" if transposed else ""
+            # Blocks of a transposed weight are those of a transposed scale: the sizes of the model decide.
+            is_scale = scale.shape[-2:] == shapes[0][:-3:-1] and name not in self._misfits
+            hint = "; it fits the transposed weight, which has to be [out, in]" if transposed and not is_scale else ""
+            hint = "; it is transposed" if is_scale else hint
             has = f"a weight of shape {stored.shape} has {' or '.join(map(str, shapes))} in this layout"
             remedy = "transpose the weight" if transposed else "correct the strategy or block size in config.json"
+            remedy = "transpose the scale" if is_scale else remedy
             yield self._fault(scale_name, f"it has shape {scale.shape}; {has}{hint}", remedy)
         elif found := self._bad_values(scale_name, or_zero=layout.has_units):
             yield self._fault(scale_name, *found)
@@ -345,6 +361,9 @@ class Checked:
         elif not math.isfinite(largest) or (largest >= _LARGE and scale.min() * limit >= _LARGE):
             problem = f"data * scale reaches {largest:.0f}: the scales are lost, or it was quantized twice"
             yield self._fault(scale_name, problem, _QUANTIZE_AGAIN)
+        elif largest < _SMALL:
+            problem = f"data * scale reaches {largest:.1e} at most, and the layer adds nothing: the scales are lost"
+            yield self._fault(scale_name, problem, _QUANTIZE_AGAIN)
         elif limit < _LARGE and scale.size >= _FEW_SCALES and (scale == 1).all():
             problem = "all of its scales are 1, and data * scale are the codes alone: the scales are lost"
             yield self._fault(scale_name, problem, _QUANTIZE_AGAIN)
@@ -357,6 +376,10 @@ class Checked:
             problem = f"none of its elements is above {found.max():g} of 448: its scales are {_LIMIT / found.max():.0f}"
             remedy = f"{_QUANTIZE_AGAIN}: scale = amax / 448"
             yield self._fault(name, f"{problem} times too large, and small weights were rounded to zero", remedy)
+        elif found.size >= _FEW_BLOCKS and found.max() in _FNUZ_LIMITS and (found == found.max()).all():
+            problem = f"the largest of each block is {found.max():g} and not 448, as in data for float8_e4m3fnuz"
+            remedy = "if its bytes or scales were adapted to another format, compare it with the original weight"
+            yield self._fault(name, problem, remedy, is_error=False)
         # The largest of each row is 448 then, and of the columns that of some.
         elif layout.strategy == "channel" and len(shape) == 2 and shape[0] == shape[1] >= 16:
             columns = count_codes(self.folder[name], (shape[0], 1)).amaxes if np.unique(scale).size > 1 else found
@@ -435,7 +458,8 @@ class Checked:
                 )
         yield from self._of_targets(layout)
         for entry in layout.ignore:
-            tied = self.folder.config.get("tie_word_embeddings") and is_head(entry)
+            tied = has_tied_head(self.folder.config, self.layers)
+            tied = tied and (is_head(entry) or matcher("ignore", entry, layout.method)("lm_head"))
             if not (tied or self._matched("ignore", [entry])):
                 kind = "matches" if entry.startswith(REGEX) else "is the name of"
                 problem = f"{entry!r:.80} {kind} no layer of the checkpoint"
@@ -505,6 +529,17 @@ class Checked:
                     else:
                         yield from self._of_partners(layout.of(partners[0]), partners, first, what)
 
+    def _of_input_scales(self, layout: Layout) -> Iterator[Fault]:
+        """Scales of inputs that are far from all others: of a large model with outliers, or wrong."""
+        names = [name for name in self.tensors if name.rpartition(".")[2] in layout.input_scale_names]
+        stored = [name for name in names if self.tensors[name].dtype in FLOATS and self.tensors[name].bytes]
+        scales = {name: float(self._value(name).max()) for name in stored}
+        scales = {name: scale for name, scale in scales.items() if 0 < scale < math.inf}
+        for name, factor in input_scales(scales):
+            problem = f"it is {factor:.3g} times the median of the folder's input scales"
+            remedy = "if the layer's inputs are not that large, calibrate them again: amax / 448"
+            yield self._fault(name, problem, remedy, is_error=False)
+
     def _of_units(self, partners: list[str], first: str, what: str) -> Iterator[Fault]:
         """Scales of tensors in NVFP4 that differ where engines have one."""
         scales = [self.tensors.get(f"{partner}.weight_scale") for partner in partners]
@@ -527,7 +562,12 @@ class Checked:
             if any(scale is None or not scale.is_known or math.prod(scale.shape) != 1 for scale in stored):
                 continue
             scales = [float(self._value(name).reshape(())) for name in names]
-            if len(set(scales)) > 1 and all(map(math.isfinite, scales)):
+            factor = max(scales) / min(scales) if min(scales) > 0 else 0
+            if kind == layout.input_scale_names and _SAME_INPUT_FACTOR <= factor < math.inf:
+                far, last = names[scales.index(max(scales))], names[0].rpartition(".")[2]
+                problem = f"{last} of {what} differ by a factor of {factor:.0f}, although they have one input"
+                yield self._fault(far, problem, "calibrate the input again: amax / 448")
+            elif len(set(scales)) > 1 and all(map(math.isfinite, scales)):
                 problem = f"{names[0].rpartition('.')[2]} of {what} differ: engines that merge them quantize again"
                 is_weight = kind == layout.scale_names
                 remedy = "convert to FP8" if layout.is_static else "convert to FP8_DYNAMIC"

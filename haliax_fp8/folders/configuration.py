@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -138,7 +139,10 @@ def _hugging_face(found: Mapping[str, Any]) -> Layout:
 
 
 def _fbgemm(found: Mapping[str, Any]) -> Layout:
-    return Layout("fbgemm_fp8", "channel", None, Inputs("token"), ignore=_left_alone(found))
+    bound = found.get("activation_scale_ub")
+    if bound is not None and not (type(bound) in (int, float) and 0 < bound < math.inf):
+        raise _wrong(f"activation_scale_ub is {bound!r:.40}", "it must be a positive number, or null for none")
+    return Layout("fbgemm_fp8", "channel", None, Inputs("token", bound=bound), ignore=_left_alone(found))
 
 
 def _gpt_oss(found: Mapping[str, Any]) -> Layout:

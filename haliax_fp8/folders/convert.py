@@ -4,11 +4,9 @@ import dataclasses
 import enum
 import functools
 import itertools
-import json
 import math
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,11 +16,12 @@ from rich.text import Text
 
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher
-from .._tensor_names import is_head, is_linear, is_router
+from .._tensor_names import WEIGHT, is_head, is_linear, is_router
+from .beside import copy_others, left_alone, with_dtype, write_config
 from .check import check_folder
 from .configuration import presented, read_layout
-from .folder import CONFIG, INDEX, TensorFolder, new_folder, write_tensors
-from .layout import CACHE_SCALES, KEY, PLAIN, Layout, as_layout, require_quantizable
+from .folder import TensorFolder, new_folder, write_tensors
+from .layout import CACHE_SCALES, PLAIN, Layout, as_layout, require_quantizable
 from .scaled_matrix import (
     Rows,
     ScaledMatrix,
@@ -183,8 +182,10 @@ def convert_folder(
             copied += 1
     with new_folder(destination, "destination") as new:
         write_tensors(new, groups, shard_bytes, progress)
-        _write_config(new, folder, chosen, high)
-        _copy_others(folder.directory, new, follow_links)
+        layers = (name.removesuffix(WEIGHT) for name in folder.tensors if name.endswith(WEIGHT))
+        config = with_dtype(folder.config, kind.name) if chosen is None and before is not None else folder.config
+        write_config(new, config, chosen, left_alone(config, high, layers))
+        copy_others(folder.directory, new, follow_links=follow_links)
         if (after := check_folder(new, progress=progress)).errors:
             raise ValueError(f"the new folder would be broken, and was not written: {after.errors[0]}; report this")
     name = PLAIN if chosen is None else chosen.name
@@ -316,22 +317,3 @@ def _noted(name: str, errors: list[tuple[float, float]]) -> Converted:
     if difference == 0.0:
         return Converted(name, True, 0.0)
     return Converted(name, False, math.sqrt(difference / norm) if norm else math.inf)
-
-
-def _write_config(new: pathlib.Path, folder: TensorFolder, layout: Layout | None, high: list[str]) -> None:
-    config = {name: value for name, value in folder.config.items() if name not in (KEY, "compression_config")}
-    if config.get("tie_word_embeddings") and not any(name.endswith("lm_head") for name in high):
-        high = [*high, "lm_head"]
-    described, files = ({}, {}) if layout is None else layout.config_files(high)
-    for name, content in {**files, CONFIG: {**config, **described}}.items():
-        (new / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
-
-
-def _copy_others(old: pathlib.Path, new: pathlib.Path, follow_links: bool) -> None:
-    """Copies the tokenizer and other files, except weights and files that were written already."""
-    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-    for path in sorted(old.iterdir()):
-        is_ours = path.name in (CONFIG, INDEX, "hf_quant_config.json") or path.suffix in weights
-        is_here = follow_links or path.resolve().parent == old.resolve()
-        if path.is_file() and is_here and not is_ours:
-            shutil.copyfile(path, new / path.name)

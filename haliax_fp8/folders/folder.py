@@ -6,18 +6,18 @@ import json
 import math
 import os
 import pathlib
-import shutil
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from .._numerics.checks import require_bool
 from .._printing.progress import Watcher, progress_of
 from .checksums import FORMAT, checksum, index_metadata, read_index, text_checksum, to_json
 from .header import NAMES, Stored, read_header
 from .strict_json import BrokenCheckpoint, json_file
+from .unfinished import take_name, unfinished
 
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -67,19 +67,23 @@ class TensorFolder:
             BrokenCheckpoint: If a file is missing, lies outside of the folder, or is not what the format says; a
                 `ValueError` that names the file, and the tensor if it is one.
         """
+        require_bool("follow_links", follow_links, "a folder")
         folder = pathlib.Path(directory)
         if not folder.is_dir():
             problem = "it is not a folder; give the one that holds config.json, on this machine"
             raise BrokenCheckpoint(os.fspath(directory), problem)
-        config = json_file(_inside(folder, CONFIG, "a checkpoint has it beside its tensors", follow_links))
+        if not os.path.lexists(folder / CONFIG) and (folder / "adapter_config.json").exists():
+            problem = "it is missing, because this is an adapter and not a model; load its base, then use"
+            raise BrokenCheckpoint(CONFIG, f"{problem} huggingface.import_adapter({os.fspath(directory)!r}, base)")
+        config = json_file(file_inside(folder, CONFIG, "a checkpoint has it beside its tensors", follow_links))
         listed = None
         if os.path.lexists(folder / INDEX):
-            listed = _weight_map(json_file(_inside(folder, INDEX, "", follow_links)))
+            listed = _weight_map(json_file(file_inside(folder, INDEX, "", follow_links)))
             remedy = f"{INDEX} names it; copy it too"
-            paths = [_inside(folder, file, remedy, follow_links) for file in dict.fromkeys(listed.values())]
+            paths = [file_inside(folder, file, remedy, follow_links) for file in dict.fromkeys(listed.values())]
         else:
             remedy = f"a checkpoint is this file, or those that {INDEX} lists; pickled weights are never read"
-            paths = [_inside(folder, SINGLE, remedy, follow_links)]
+            paths = [file_inside(folder, SINGLE, remedy, follow_links)]
         tensors, checksums, of_index = _tensors(paths, listed)
         if listed is not None and of_index - {text_checksum((folder / INDEX).read_bytes())}:
             raise BrokenCheckpoint(INDEX, "it has changed since it was written; copy it again")
@@ -96,7 +100,7 @@ class TensorFolder:
         """
         if not os.path.lexists(self.directory / name):
             return None
-        return json_file(_inside(self.directory, name, "", self.follow_links))
+        return json_file(file_inside(self.directory, name, "", self.follow_links))
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A tensor, mapped: its bytes are read as they are used.
@@ -150,8 +154,18 @@ def _tensors(
     return tensors, checksums, of_index
 
 
-def _inside(folder: pathlib.Path, name: str, remedy: str, follow_links: bool) -> pathlib.Path:
-    """A file of a folder, which may not lie elsewhere."""
+def file_inside(folder: pathlib.Path, name: str, remedy: str, follow_links: bool) -> pathlib.Path:
+    """A file of a folder.
+
+    Args:
+        folder: The folder.
+        name: The file.
+        remedy: What to do if it is missing.
+        follow_links: Whether it may be a link that leads out of the folder.
+
+    Raises:
+        BrokenCheckpoint: If it is missing, lies elsewhere, or is not a file.
+    """
     if name in ("", ".", "..") or "\0" in name or pathlib.PurePath(name).name != name or "\\" in name:
         raise BrokenCheckpoint(INDEX, f"it names the file {name!r}, which would lie outside of the folder")
     path = folder / name
@@ -195,7 +209,7 @@ type Group = tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]
 def new_folder(directory: str | os.PathLike[str], name: str = "directory") -> Iterator[pathlib.Path]:
     """A folder to write to, which takes its name when everything in it is complete.
 
-    Until then it lies beside, under another name, which begins with a dot; an error removes it.
+    Until then it lies beside, under another name, which begins with a dot: see `unfinished`.
 
     Args:
         directory: The folder, which must not exist, or be empty.
@@ -213,32 +227,16 @@ def new_folder(directory: str | os.PathLike[str], name: str = "directory") -> It
         raise ValueError(f"{given} ends with '..'; give the folder's own name")
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ValueError(f"{given} exists and is not empty; remove it or choose another")
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
-    except OSError as error:
-        raise ValueError(
-            f"{given} cannot be made in {str(final.parent)!r}: {error.strerror}; choose a writable folder"
-        ) from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            temporary = stack.enter_context(unfinished(final, is_folder=True))
+        except OSError as error:
+            raise ValueError(
+                f"{given} cannot be made in {str(final.parent)!r}: {error.strerror}; choose a writable folder"
+            ) from error
         yield temporary
-        temporary.chmod(0o755)
-        for path in (*temporary.iterdir(), temporary):
-            _to_disk(path)
-        temporary.replace(final)
-        _to_disk(final.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _to_disk(path: pathlib.Path) -> None:
-    """Waits until a file, or the names in a folder, would survive a crash."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        take_name(temporary, final)
 
 
 def write_tensors(folder: pathlib.Path, groups: Sequence[Group], limit: int, progress: Watcher | None = None) -> None:

@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
+import os
 import pathlib
 import struct
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 
-from .strict_json import BrokenCheckpoint, json_object
+from .strict_json import BrokenCheckpoint, json_object, open_regular
 
 
 DTYPES: dict[str, np.dtype] = {
@@ -133,20 +134,32 @@ def read_header(path: pathlib.Path, described: dict[str, str] | None = None) -> 
     Raises:
         BrokenCheckpoint: If the file is not what the format says; names the tensor, if it is one.
     """
+    with open_regular(path) as content:
+        return header_in(content, path, described)
+
+
+def header_in(content: BinaryIO, path: pathlib.Path, described: dict[str, str] | None = None) -> dict[str, Stored]:
+    """As `read_header`, of a file that is open at its beginning.
+
+    Args:
+        content: The file.
+        path: Where it lies.
+        described: As in `read_header`.
+
+    Raises:
+        BrokenCheckpoint: As `read_header` does.
+    """
     file = path.name
-    if path.exists() and not path.is_file():  # to open a named pipe would wait for its writer
-        raise BrokenCheckpoint(file, "it is not a file")
     try:
-        size = path.stat().st_size
-        with path.open("rb") as content:
-            start = content.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if len(start) < 8:
-                raise BrokenCheckpoint(file, f"it is truncated: {size} bytes hold no header; copy it again")
-            if length > min(_LONGEST_HEADER, size - 8):
-                problem = f"it is truncated, or not a safetensors file: its header would have {length} bytes of {size}"
-                raise BrokenCheckpoint(file, problem)
-            text = content.read(length)
+        size = os.fstat(content.fileno()).st_size
+        start = content.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if len(start) < 8:
+            raise BrokenCheckpoint(file, f"it is truncated: {size} bytes hold no header; copy it again")
+        if length > min(_LONGEST_HEADER, size - 8):
+            problem = f"it is truncated, or not a safetensors file: its header would have {length} bytes of {size}"
+            raise BrokenCheckpoint(file, problem)
+        text = content.read(length)
     except OSError as error:
         raise BrokenCheckpoint(file, f"it cannot be read: {error.strerror}") from None
     header = json_object(text, file, what="header", constants=False)

@@ -1,9 +1,7 @@
 """Layout: how a checkpoint names and shapes quantized weights and scales; read from `config.json`, written to it."""
 
 import dataclasses
-import fnmatch
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -11,10 +9,9 @@ import numpy as np
 
 from .._numerics import formats
 from .._numerics.checks import nearest
-from .folder import CONFIG
 from .four_bits import packed
+from .patterns import matcher
 from .scaled_matrix import ScaledMatrix, Unit
-from .strict_json import BrokenCheckpoint
 
 
 E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -24,15 +21,13 @@ EXPONENTS = (np.dtype(np.uint8), E8M0)
 # Names of a layer's scales, the usual one first; and those of what attention caches.
 WEIGHT_SCALES, INPUT_SCALES = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
 SCALES = (*WEIGHT_SCALES, *INPUT_SCALES)
+INPUT_BOUND = "input_scale_ub"  # fbgemm_fp8's, which the configuration has too
 CACHE_SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale")
 
 KEY, MODELOPT = "quantization_config", "hf_quant_config.json"
 
 # What compressed-tensors calls weights in four bits, and the scales of their tensors and inputs.
 PACKED, UNIT, INPUT_UNIT = "weight_packed", "weight_global_scale", "input_global_scale"
-
-# How entries of the configuration's lists begin that are regular expressions; longer ones are not read.
-REGEX, _LONGEST_PATTERN = "re:", 2_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +39,22 @@ class Inputs:
         dynamic: Whether engines compute the scales as they run; otherwise each layer has one.
         size: The elements of a group.
         format: Their format: E4M3 or E2M1.
+        bound: The largest amax that makes a scale, so that larger elements are clipped; None for any.
     """
 
     strategy: str
     dynamic: bool = True
     size: int = 0
     format: formats.Format = formats.E4M3
+    bound: float | None = None
 
     def __str__(self) -> str:
         what = {"tensor": "a scale for all", "token": "a scale for each token"}
         each = what.get(self.strategy, f"a scale for {self.size} elements")
         if self.strategy == "group" and not self.dynamic:  # NVFP4
             return f"{each}, dynamic, and one for all, static"
-        return f"{each}, {'dynamic' if self.dynamic else 'static'}"
+        clipped = "" if self.bound is None else f", clipped at {self.bound:g}"
+        return f"{each}, {'dynamic' if self.dynamic else 'static'}{clipped}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,37 +289,6 @@ def as_layout(layout: str | Layout) -> Layout | None:
         near = ", ".join(repr(name) for name in nearest(str(layout), [*named, PLAIN], 3))
         raise ValueError(f"layout={layout!r} is unknown; the nearest are {near or 'none'}; all are {[*named, PLAIN]}")
     return named[layout]
-
-
-# --- The layers that a list of a configuration means ------------------------------------------------------------------
-
-
-def matcher(key: str, entry: str, method: str) -> Callable[[str], Any]:
-    """Tells whether an entry of a list means a layer: by its name, a pattern of ModelOpt's, or a regular expression.
-
-    Args:
-        key: The list.
-        entry: The entry.
-        method: The layout's method.
-
-    Raises:
-        BrokenCheckpoint: If it is not a regular expression, or a very long one.
-    """
-    if method in ("modelopt", "mxfp4") and "*" in entry and not entry.startswith(REGEX):
-        # gpt-oss names modules so, and means all layers in them.
-        within = f"{entry}.*" if method == "mxfp4" else entry
-        return lambda layer: fnmatch.fnmatchcase(layer, entry) or fnmatch.fnmatchcase(layer, within)
-    if not entry.startswith(REGEX):
-        # The lists of other methods name modules, and mean all layers in them.
-        return lambda layer: layer == entry or (method != "compressed-tensors" and f".{entry}." in f".{layer}.")
-    if len(entry) > _LONGEST_PATTERN:
-        problem = f"a pattern of {len(entry)} characters; at most {_LONGEST_PATTERN} are read: write several"
-        raise BrokenCheckpoint(CONFIG, problem, key)
-    try:
-        return re.compile(entry.removeprefix(REGEX)).match
-    except (re.error, RecursionError, OverflowError) as error:
-        problem = f"{entry!r:.80} is not a regular expression: {error}; correct or remove it"
-        raise BrokenCheckpoint(CONFIG, problem, key) from None
 
 
 # --- Reading a layer, whichever layout wrote it -----------------------------------------------------------------------

@@ -1,8 +1,10 @@
-"""JSON read strictly: an object, each name once; and the error for files that are not what they say."""
+"""Files opened, and JSON read, strictly; and the error for files that are not what they say."""
 
 import json
+import os
 import pathlib
-from typing import Any
+import stat
+from typing import Any, BinaryIO
 
 
 class BrokenCheckpoint(ValueError):
@@ -17,6 +19,26 @@ class BrokenCheckpoint(ValueError):
     def __init__(self, file: str, problem: str, tensor: str = "") -> None:
         self.file, self.tensor, self.problem = file, tensor, problem
         super().__init__(f"{file}: {tensor}: {problem}" if tensor else f"{file}: {problem}")
+
+
+def open_regular(path: pathlib.Path) -> BinaryIO:
+    """Opens a file to read it; what is read through it is of one file, whoever replaces that meanwhile.
+
+    Args:
+        path: The file.
+
+    Raises:
+        BrokenCheckpoint: If it cannot be opened, or is not a regular file.
+    """
+    try:
+        # Otherwise a named pipe would wait for its writer.
+        file = open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+    except OSError as error:
+        raise BrokenCheckpoint(path.name, f"it cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise BrokenCheckpoint(path.name, "it is not a file, but a pipe or a device; give a regular file")
+    return file
 
 
 def json_object(text: bytes, file: str, *, what: str = "content", constants: bool = True) -> dict[str, Any]:
@@ -57,11 +79,8 @@ def json_file(path: pathlib.Path) -> dict[str, Any]:
     Raises:
         BrokenCheckpoint: As in `json_object`, or if the file cannot be read.
     """
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise BrokenCheckpoint(path.name, f"it cannot be read: {error.strerror}") from None
-    return json_object(text, path.name)
+    with open_regular(path) as file:
+        return json_object(file.read(), path.name)
 
 
 class _Twice(ValueError):

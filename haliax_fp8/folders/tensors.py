@@ -12,7 +12,7 @@ from .checked import is_quantized
 from .configuration import presented, read_layout
 from .folder import TensorFolder, TensorSpec
 from .four_bits import E2M1, TwoLevels
-from .layout import E4M3, SCALES, WEIGHT_SCALES, Layout, decode
+from .layout import E4M3, INPUT_BOUND, SCALES, WEIGHT_SCALES, Layout, decode
 from .scaled_matrix import ScaledMatrix
 
 
@@ -89,7 +89,7 @@ def tensors_in(folder: TensorFolder) -> dict[str, Tensor]:
     layout, folder = read_layout(folder), presented(folder)
     found = {}
     for name, stored in folder.tensors.items():
-        if name.rpartition(".")[2] in SCALES:
+        if name.rpartition(".")[2] in (*SCALES, INPUT_BOUND):
             continue
         of_layer = None if layout is None else layout.of(name.rpartition(".")[0])
         tensor = Tensor(name, stored.shape, stored.dtype, functools.partial(_read, folder, of_layer, name))

@@ -2,19 +2,21 @@
 
 # By these names too, as before.
 from ..folders import (
+    BrokenCheckpoint,  # noqa: F401
     CheckReport,  # noqa: F401
     Conversion,  # noqa: F401
     Converted,  # noqa: F401
     Explanation,  # noqa: F401
     Fault,  # noqa: F401
     Layout,  # noqa: F401
+    NotSupported,  # noqa: F401
     ScaleRounding,  # noqa: F401
     check_folder,  # noqa: F401
     convert_folder,  # noqa: F401
     explain_folder,  # noqa: F401
 )
 from . import names as names
-from .adapter import export_adapter as export_adapter
+from .adapter import export_adapter as export_adapter, import_adapter as import_adapter
 from .architecture import hugging_face_config as hugging_face_config
 from .exporting import ExportReport as ExportReport, export_model as export_model, serving_tensors as serving_tensors
 from .frozen import (

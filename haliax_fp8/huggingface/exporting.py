@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import pathlib
 from collections import Counter
@@ -19,9 +18,10 @@ from .._numerics.formats import E4M3, Format
 from .._op import Fp8DotGeneral
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher, progress_of
-from .._tensor_names import is_embedding, is_head
+from .._tensor_names import is_embedding, is_head, is_router
+from ..folders.beside import copy_others, left_alone, write_config
 from ..folders.check import check_folder
-from ..folders.folder import CONFIG, TensorFolder, new_folder, require_folder_name, write_tensors
+from ..folders.folder import TensorFolder, new_folder, require_folder_name, write_tensors
 from ..folders.layout import PLAIN, Layout, as_layout, require_quantizable
 from ..folders.scaled_matrix import (
     BF16,
@@ -40,7 +40,8 @@ from ..layers.config import Fp8Config, as_config
 from ..layers.walk import Targets, as_patterns
 from ..recipes.recipe import SCALE_BITS, OperandName
 from ..recipes.scaling import AbstractScaling
-from .architecture import config_of, names_of
+from .architecture import names_of
+from .description import description_of
 from .model import tensors_of, without_sharing
 from .names import NameMap
 from .training_scales import quantized_as_in_training
@@ -89,6 +90,7 @@ def export_model(
     layout: str | Layout = "FP8_DYNAMIC",
     *,
     names: Any = None,
+    like: str | os.PathLike[str] | None = None,
     hf_config: Mapping[str, Any] | None = None,
     dtype: DTypeLike | None = "bfloat16",
     bf16_scales: bool = True,
@@ -97,6 +99,7 @@ def export_model(
     exclude: Targets = (),
     shard_bytes: int = 5 * 10**9,
     config: Fp8Config | None = None,
+    follow_links: bool = False,
     progress: Watcher | None = None,
 ) -> ExportReport:
     """Writes a model as inference engines load it: safetensors and `config.json`.
@@ -134,8 +137,11 @@ def export_model(
         layout: The layout or its name, see above.
         names: The `NameMap`, or a dict from the model's names to the checkpoint's. By default a `models.Transformer`
             has the names of its architecture, and any other model those of Haliax's state dict, as with `{}`.
-        hf_config: What `config.json` says of the architecture; by default `hugging_face_config(model)` for a
-            `models.Transformer`, and else nothing.
+        like: The folder that the model was loaded from, or another of the same architecture. Its `config.json` is
+            kept, but for dtype and quantization, and its other files are copied: tokenizer, chat template,
+            `generation_config.json`.
+        hf_config: What `config.json` says of the architecture; by default that of `like`, or
+            `hugging_face_config(model)` for a `models.Transformer`, and else nothing.
         dtype: The dtype in which the model computes: kernels are rounded to it before they are quantized, as a step
             does that casts its parameters. None keeps each array's own.
         bf16_scales: Round scales up to what bfloat16 holds, because engines that cast a model cast its scales too.
@@ -147,6 +153,7 @@ def export_model(
         exclude: Layers to leave in high precision, besides heads, which only `targets` can name.
         shard_bytes: The most bytes of a file; larger models have several, and an index.
         config: Only its `rules` matter; needed for layers of your own classes.
+        follow_links: As in `check_folder`, for files of `like`.
         progress: Called as `progress(name, done, total)` with each tensor, in bytes; `done` starts anew for each of the
             three passes that write, compare and check. By default there is a bar if the standard error is a terminal.
 
@@ -154,9 +161,9 @@ def export_model(
         What was written.
 
     Raises:
-        ValueError: If the folder is not empty; if weights are not finite; if a static layout lacks the scale of an
-            input; if two tensors get the same name; if what was written does not read back as it was; or if engines
-            would read it wrongly, as `check_folder` finds out.
+        ValueError: If the folder is not empty; if `like` has another architecture; if weights are not finite; if a
+            static layout lacks the scale of an input; if two tensors get the same name; if what was written does not
+            read back as it was; or if engines would read it wrongly, as `check_folder` finds out.
 
     Example:
         >>> import tempfile
@@ -169,10 +176,6 @@ def export_model(
     require_layers(model, "export_model(model, directory)")
     if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes!r} must be a positive integer; 5 * 10**9 is usual")
-    try:
-        json.dumps(hf_config, allow_nan=False, default=str)
-    except ValueError as error:
-        raise ValueError(f"hf_config={hf_config!r} cannot be written as JSON: {error}") from error
     check_not_modified(model)
     chosen = as_layout(layout)
     how = _How(names_of(model, names), dtype, bf16_scales, training_scales, targets, exclude, config)
@@ -187,16 +190,15 @@ def export_model(
             origins[values.origin] += 1
         return tensor.encoded(values)
 
-    ignore = (*_in_high_precision(tensors), *tied)
-    if config_of(model, hf_config).get("tie_word_embeddings") and not any(name.endswith("lm_head") for name in ignore):
-        ignore = (*ignore, "lm_head")  # Transformers builds a linear layer for it, and takes its scale for missing.
-    described, files = ({}, {}) if chosen is None else chosen.config_files(ignore)
+    description = description_of(model, tensors, bool(tied), hf_config=hf_config, like=like, follow_links=follow_links)
+    plain = (*_in_high_precision(tensors), *tied)
+    ignore = left_alone(description, plain, [*(tensor.path for tensor in tensors if tensor.is_weight), *tied])
     with new_folder(directory) as folder:
+        if like is not None:
+            copy_others(like, folder, follow_links=follow_links)
         groups = [(tensor.specs, lambda tensor=tensor: made(tensor)) for tensor in tensors]
         write_tensors(folder, groups, shard_bytes, progress)
-        ties = {"tie_word_embeddings": True} if tied else {}
-        for name, content in {**files, CONFIG: {**config_of(model, hf_config), **ties, **described}}.items():
-            (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        write_config(folder, description, chosen, ignore)
         _compare(folder, tensors, digests, progress)
         _require_sound(folder, progress)
     of_kernels, of_rest = (
@@ -267,8 +269,8 @@ class _How:
     config: Fp8Config | None
 
     def __post_init__(self) -> None:
-        for flag in ("bf16_scales", "training_scales"):
-            require_bool(flag, getattr(self, flag), of="an export")
+        require_bool("bf16_scales", self.bf16_scales, of="an export")
+        require_bool("training_scales", self.training_scales, of="an export")
 
 
 def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor], tuple[str, ...]]:
@@ -287,6 +289,8 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
     own = list(tensors_of(model, rules, **patterns))
     whole = without_sharing(model)
     found = own if whole is model else list(tensors_of(whole, rules, **patterns))
+    if how.targets is None:
+        found = _without_roles(found, names)
     tied = [] if whole is model else _tied_heads(found, {tensor.name for tensor in own}, names)
     tensors, by_name = [], {tensor.name: tensor for tensor in found}
     to_ours = {names.to_checkpoint(name): name for name in by_name}
@@ -320,6 +324,18 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
     if layout is not None and all(tensor.layout is None for tensor in tensors):
         raise ValueError("model has no layer to quantize; give targets=..., or the layout 'BF16' for a plain export")
     return tensors, tuple(names.to_checkpoint(tensor.path) for tensor in tied)
+
+
+def _without_roles(found: list[Tensor], names: NameMap) -> list[Tensor]:
+    """The tensors; those of heads and routers by the checkpoint's names, as engines know them, are not chosen."""
+    theirs = [names.to_checkpoint(tensor.name) for tensor in found]
+
+    def stays(tensor: Tensor, name: str) -> bool:
+        layer = name.rpartition(".")[0]
+        return tensor.layer is None and (is_head(layer) or (tensor.op is None and is_router(layer, theirs)))
+
+    pairs = zip(found, theirs, strict=True)
+    return [dataclasses.replace(t, is_chosen=False) if t.is_chosen and stays(t, name) else t for t, name in pairs]
 
 
 def _tied_heads(found: list[Tensor], own: set[str], names: NameMap) -> list[Tensor]:

@@ -127,6 +127,11 @@ def served_layer(layer: Any, leaf: Leaf, found: Found, inputs: Inputs | None, co
     first, data, scales, of_inputs = _stacked(leaf, found)
     if first.data.dtype == E2M1:
         raise ValueError(f"{path} is in four bits, and no product for inference takes these; {_OTHERWISE}")
+    if inputs is not None and inputs.bound is not None:
+        raise ValueError(
+            f"{path} clips inputs at activation_scale_ub={inputs.bound:g}, which no product of this package does; "
+            f"convert the folder to FP8_DYNAMIC, which does not clip, or {_OTHERWISE}"
+        )
     is_static = inputs is not None and not inputs.dynamic
     if is_static and of_inputs is None:
         raise ValueError(f"the checkpoint says that the input of {path} is static, but has no scale for it")

@@ -13,11 +13,12 @@ from jax.typing import DTypeLike
 
 from ..layers.checks import require_model
 from ..layers.equinox import plain_linear
-from ..layers.kernel import axes_of
+from ..layers.kernel import Kernel, axes_of
+from ..layers.served import AbstractFrozenLayer
 from .frozen_kernel import FrozenKernel
 
 
-class FrozenLinear(hnn.Linear):
+class FrozenLinear(AbstractFrozenLayer, hnn.Linear):
     """A `haliax.nn.Linear` whose weight is FP8 data and scales, which no optimizer sees. Made by `import_model`.
 
     `out = x · (data * scale)`, with the weight in the dtype of `x`. Gradients reach `x` as those of a plain layer with
@@ -38,6 +39,11 @@ class FrozenLinear(hnn.Linear):
         """
         return _call(self, inputs)
 
+    @property
+    def described(self) -> Kernel:
+        """Its kernel's axes, without a weight."""
+        return Kernel(None, self.In, self.Out)
+
     def thawed(self, dtype: DTypeLike) -> hnn.Linear:
         """The plain layer with the weight in a dtype."""
         data = self.kernel.data
@@ -51,7 +57,7 @@ class FrozenLinear(hnn.Linear):
         return hnn.Linear(named, self.bias, self.In, self.Out, self.dot_general, self._reparam_cls)
 
 
-class FrozenMoELinear(hnn.MoELinear):
+class FrozenMoELinear(AbstractFrozenLayer, hnn.MoELinear):
     """A `haliax.nn.MoELinear` whose experts are FP8 data and scales; see `FrozenLinear`.
 
     Args:
@@ -70,6 +76,11 @@ class FrozenMoELinear(hnn.MoELinear):
         """
         return _call(self, inputs, group_sizes)
 
+    @property
+    def described(self) -> Kernel:
+        """Its kernel's axes, without a weight."""
+        return Kernel(None, self.In, self.Out, self.Experts)
+
     def thawed(self, dtype: DTypeLike) -> hnn.MoELinear:
         """The plain layer with the weight in a dtype."""
         data = self.kernel.data
@@ -79,7 +90,7 @@ class FrozenMoELinear(hnn.MoELinear):
         return hnn.MoELinear(weight, self.bias, self.Experts, self.In, self.Out, use_gmm=self.use_gmm)
 
 
-class FrozenEquinoxLinear(eqx.nn.Linear):
+class FrozenEquinoxLinear(AbstractFrozenLayer, eqx.nn.Linear):
     """An `eqx.nn.Linear` whose weight is FP8 data and scales; see `FrozenLinear`.
 
     Args:
@@ -104,17 +115,19 @@ class FrozenEquinoxLinear(eqx.nn.Linear):
         """
         return _call(self, x)
 
+    @property
+    def described(self) -> Kernel:
+        """Its kernel's axes, without a weight."""
+        return Kernel(None, self.in_features, self.out_features)
+
     def thawed(self, dtype: DTypeLike) -> eqx.nn.Linear:
         """The plain layer with the weight in a dtype."""
         return plain_linear(self, weight=self.kernel.values(dtype))
 
 
-type Frozen = FrozenLinear | FrozenMoELinear | FrozenEquinoxLinear
-
-
 def is_frozen(node: Any) -> bool:
     """Whether it is a layer whose weight stays in FP8."""
-    return isinstance(node, FrozenLinear | FrozenMoELinear | FrozenEquinoxLinear)
+    return isinstance(node, AbstractFrozenLayer)
 
 
 def thaw[M](model: M, dtype: DTypeLike = jnp.bfloat16) -> M:
@@ -130,7 +143,7 @@ def thaw[M](model: M, dtype: DTypeLike = jnp.bfloat16) -> M:
 
 # A new function for each call would be traced again for each layer.
 @eqx.filter_checkpoint
-def _call(layer: Frozen, inputs: Any, *others: Any) -> Any:
+def _call(layer: AbstractFrozenLayer, inputs: Any, *others: Any) -> Any:
     return layer.thawed(inputs.dtype)(inputs, *others)
 
 

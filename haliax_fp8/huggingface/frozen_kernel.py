@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, UInt8, UInt32
 
 from .._jax.xla import divisor_of_each
-from .._numerics.formats import E2M1
+from .._numerics.formats import E2M1, FORMATS, Format
 from .._numerics.quantized_array import expand
 
 
@@ -35,6 +35,21 @@ class FrozenKernel(eqx.Module):
     block: tuple[int, int] = eqx.field(static=True)
     unit: UInt32[Array, "..."] | hax.NamedArray | None = None
     divides: bool = eqx.field(static=True, default=False)
+
+    @property
+    def storage(self) -> Format:
+        """The format of the data."""
+        return {**FORMATS, E2M1.dtype: E2M1}[self.format]
+
+    @property
+    def text(self) -> str:
+        """What it is, for `describe`."""
+        return "frozen"
+
+    @property
+    def recipe(self) -> None:
+        """None: it multiplies in high precision."""
+        return None
 
     def values(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """`data * scale`, computed in float32 and rounded to a dtype, `[*leading, out, in]`."""

@@ -22,7 +22,7 @@ from .._product.arguments import floating_dtype
 from .._tensor_names import JOINED
 from ..folders.checked import Checked, Fault
 from ..folders.folder import TensorFolder, require_folder_name
-from ..folders.layout import CACHE_SCALES, SCALES, Inputs
+from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES, Inputs
 from ..folders.scaled_matrix import ScaledMatrix
 from ..folders.tensors import Tensor, Values, tensors_in, with_each_expert
 from ..layers.checks import require_layers
@@ -192,6 +192,8 @@ def load(
         'ServedLinear'
     """
     require_folder_name(directory, "load(directory)")
+    if not isinstance(without_effect, tuple | list) or not all(isinstance(key, str) for key in without_effect):
+        raise ValueError(f"without_effect={without_effect!r} must be keys of config.json, such as ('use_cache',)")
     folder = TensorFolder.open(directory, follow_links=follow_links)
     config, names = transformer_of(folder, without_effect)
     named = folder.config.get("dtype", folder.config.get("torch_dtype", "bfloat16"))
@@ -316,8 +318,8 @@ def _with(layer: Any, changes: dict[str, Any]) -> Any:
 
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens.weight"
 
-# What a model need not have: tables that follow from the configuration, and scales of caches.
-_DERIVED = ("rotary_emb.inv_freq", *(f".{name}" for name in CACHE_SCALES))
+# What a model need not have: tables and bounds that follow from the configuration, and scales of caches.
+_DERIVED = ("rotary_emb.inv_freq", *(f".{name}" for name in (INPUT_BOUND, *CACHE_SCALES)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ from ..folders.four_bits import E2M1, E4M3, unpacked
 from ..folders.layout import as_float32
 from ..folders.scaled_matrix import ScaledMatrix, Unit
 from ..folders.tensors import Tensor
-from ..layers.convert import routers
 from ..layers.kernel import Kernel, axes_of, count
+from ..layers.roles import is_embedding, routers
 from ..layers.rule import LayerRule, OnlyIfNamed, Refused
 from ..layers.served import AbstractServedLayer
 from ..layers.state_dict_names import Place, Places
@@ -466,7 +466,7 @@ def tensors_of(
     def is_chosen(site: Site) -> bool:
         path, layer = str(site.place), site.node
         # An embedding is read by rows too: its table stays as it is.
-        if site.rule is None or isinstance(layer, hnn.Embedding) or any(matches(p, path, layer) for p in exclude):
+        if site.rule is None or is_embedding(layer) or any(matches(p, path, layer) for p in exclude):
             return False
         if targets is not None:
             return any(matches(pattern, path, layer) for pattern in targets)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from .._printing import Printable
 from .._state.guard import is_modified
 from .._state.op_state import KEEP_STATE_WITH_TRAINED, OpState
 from .._state.table import numbers_of
@@ -37,9 +38,7 @@ def require_tree(tree: Any, call: str, name: str = "model") -> None:
 
 
 def require_model(model: Any, call: str, name: str = "model") -> None:
-    """Like `require_tree`, for functions that take a model without its optimizer's state.
-
-    Moments have the structure of the model, so each layer would count once more for each moment.
+    """Like `require_tree`, for functions that take a model alone: without its optimizer's state, or a result.
 
     Args:
         model: As in `require_tree`.
@@ -51,15 +50,19 @@ def require_model(model: Any, call: str, name: str = "model") -> None:
         return
     for index, item in enumerate(model):
         others = model[:index] + model[index + 1 :]
+        beside = [f"a {type(other).__name__}" for other in others if isinstance(other, Printable)]
         if isinstance(item, eqx.Module) and any(_is_of_optimizer(other, type(item)) for other in others):
+            beside.append("an optimizer's state")
+        if beside and not isinstance(item, Printable):
             raise ValueError(
-                f"{name} is a tuple with an optimizer's state, and the model is {_item(index)}: give the model alone, "
-                f"{call}"
+                f"{name} is a tuple with {beside[0]}, and the model is {_item(index)}: give the model alone, {call}"
             )
 
 
-def require_layers(model: Any, call: str, name: str = "model") -> None:
-    """Like `require_model`, for functions to which an array or an op alone is not a model.
+def require_whole_model(model: Any, call: str, name: str = "model") -> None:
+    """Like `require_model`, and raises if a tree has the layers of a model but is none: moments, or gradients.
+
+    Gradients are known by the FP8 state that was split from them, or by JAX's gradients of whole numbers.
 
     Args:
         model: As in `require_tree`.
@@ -67,6 +70,29 @@ def require_layers(model: Any, call: str, name: str = "model") -> None:
         name: As in `require_tree`.
     """
     require_model(model, call, name)
+    nodes = jax.tree.leaves(model, is_leaf=lambda node: _is_state_of_optimizer(node) or is_op(node))
+    if states := [type(node).__name__ for node in nodes if _is_state_of_optimizer(node)]:
+        raise ValueError(
+            f"{name} is or holds an optimizer's state, {states[0]}, whose moments are no layers: give the model alone, "
+            f"{call}"
+        )
+    without_state = any(is_op(node) and node.state is None and node.recipe.is_stateful for node in nodes)
+    if without_state or any(getattr(node, "dtype", None) == jax.dtypes.float0 for node in nodes):
+        raise ValueError(
+            f"{name} is the gradient of a model, or a part of one, without its FP8 state or whole numbers: give the "
+            f"model itself, {call}"
+        )
+
+
+def require_layers(model: Any, call: str, name: str = "model") -> None:
+    """Like `require_whole_model`, for functions to which an array or an op alone is not a model.
+
+    Args:
+        model: As in `require_tree`.
+        call: As in `require_tree`.
+        name: As in `require_tree`.
+    """
+    require_whole_model(model, call, name)
     if is_op(model):
         raise ValueError(f"{name} is an Fp8DotGeneral, the product of a layer; use {call}, with the model it is in")
     if isinstance(model, hax.NamedArray) or _is_leaf(model):
@@ -90,6 +116,15 @@ def _is_of_optimizer(tree: Any, model_type: type) -> bool:
     states = [x for x in jax.tree.leaves(tree, is_leaf=_is_named_tuple) if type(x).__name__.endswith("State")]
     is_model = lambda node: isinstance(node, model_type)
     return any(not x or any(map(is_model, jax.tree.leaves(x, is_leaf=is_model))) for x in states)
+
+
+def _is_state_of_optimizer(node: Any) -> bool:
+    """Whether a node is an optimizer's state with layers in it, or one of Optax's."""
+    if not (_is_named_tuple(node) and type(node).__name__.endswith("State")):
+        return False
+    is_module = lambda node: isinstance(node, eqx.Module)
+    is_of_optax = type(node).__module__.partition(".")[0] == "optax"
+    return is_of_optax or any(map(is_module, jax.tree.leaves(node, is_leaf=is_module)))
 
 
 def _is_named_tuple(node: Any) -> bool:

@@ -20,12 +20,12 @@ from .equinox import EquinoxLinear
 from .haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
 from .only_where_faster import FasterOn
 from .rule import LayerRule, Refused
-from .served import ServedLayers
+from .served import QuantizedLayers
 from .walk import Pattern, Targets, as_patterns
 
 
 default_rules: tuple[LayerRule, ...] = (
-    ServedLayers(),
+    QuantizedLayers(),
     HaliaxLinear(),
     HaliaxMoELinear(),
     HaliaxEmbedding(),
@@ -72,7 +72,7 @@ class Fp8Config:
     """Which layers are converted, and with which recipe.
 
     A pattern is the last component of a path (`"up_proj"`), a full dotted path, a glob, a regular expression (both
-    match in full), a compiled regular expression, or a function `(path, layer) -> bool`.
+    match in full), a compiled regular expression, a class of layers, or a function `(path, layer) -> bool`.
 
     Args:
         targets: Patterns of the layers to convert; None converts all.
@@ -220,6 +220,8 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
             meant = f"recipe={config!r}"
         case type() if issubclass(config, AbstractScaling):
             meant = f"recipe={config.__name__}()"
+        case type():
+            meant = f"targets={config.__name__}"
         case _:
             meant = "recipe=..."
     if isinstance(config, eqx.Module):

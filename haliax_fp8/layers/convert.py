@@ -1,11 +1,11 @@
 """fp8_linear_layers and restore_linear_layers, and the decision for each layer."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, Unpack
 
 import haliax as hax
-import haliax.nn as hnn
 
 from .._op import Fp8DotGeneral
 from .._skipped import Skipped
@@ -16,9 +16,9 @@ from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
 from .checks import require_layers
 from .config import Fp8Config, Fp8Options, as_config
-from .kernel import Kernel, axes_of
+from .roles import only_if_named
 from .rule import LayerRule, OnlyIfNamed
-from .served import require_weights
+from .served import AbstractFrozenLayer, require_weights
 from .walk import Pattern, as_patterns, find_layers, map_layers, matches, nothing_to_convert, rule_of, unmatched_error
 
 
@@ -36,14 +36,14 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         **options: Fields of `Fp8Config`, instead of `config`: `fp8_linear_layers(model, recipe="rowwise")`.
 
     Returns:
-        The converted model. `module` is unchanged.
+        The converted model. `module` is unchanged. A warning names frozen layers, and patterns that leave no layer.
 
     Raises:
-        ValueError: If the model has no layer that can be converted; if a pattern selects no layer (the nearest paths
-            are listed), or `targets` selects one that cannot be converted; if `only_if` leaves every selected layer in
-            high precision; if `serving.quantize_for_inference` made layers that are to be converted; if the default
-            device lacks the units for a recipe and `emulate` is False; or if `config` is not an `Fp8Config`, an option
-            is unknown, or both are given.
+        ValueError: If the model has no layer that can be converted, or but for frozen ones none is left; if a pattern
+            selects no layer (the nearest paths are listed), or `targets` selects one that cannot be converted; if
+            `only_if` leaves every selected layer in high precision; if `serving.quantize_for_inference` made layers
+            that are to be converted; if the default device lacks the units for a recipe and `emulate` is False; or if
+            `config` is not an `Fp8Config`, an option is unknown, or both are given.
 
     Example:
         >>> In, Out = hax.Axis("in", 64), hax.Axis("out", 128)
@@ -62,6 +62,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
     if not any(decision.is_convertible for decision in decisions.values()):
         refusals = {path: decision.reason for path, decision in decisions.items()}
         raise nothing_to_convert(module, config.rules, refusals)
+    _check_what_is_left(decisions, [path for path, layer in chosen.items() if isinstance(layer, AbstractFrozenLayer)])
     if not config.emulate:
         device = Device.default()
         chosen = [(decision, decision.recipe) for decision in decisions.values() if decision.recipe is not None]
@@ -103,6 +104,23 @@ def _nothing_faster(config: Fp8Config, slower: Mapping[str, str]) -> ValueError:
         "Train the model without converting it, or leave out only_if to convert it anyway; print(describe(model, "
         "config)) shows the reason for every layer"
     )
+
+
+def _check_what_is_left(decisions: Mapping[str, "Decision"], frozen: list[str]) -> None:
+    """Warns of selected layers that are frozen, and of patterns that leave none; raises if all left are frozen."""
+    is_any = any(made.recipe is not None or made.rule.op(made.layer) is not None for made in decisions.values())
+    if frozen:
+        more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
+        message = (
+            f"{', '.join(frozen[:3])}{more} cannot be converted: their weights are quantized and frozen. Make plain "
+            "layers of them first, before adapters: fp8_linear_layers(huggingface.thaw(model))"
+        )
+        if not is_any:
+            raise ValueError(f"module has no other layer to convert, and {message}")
+        warnings.warn(message, stacklevel=3)
+    elif not is_any:
+        reasons = dict.fromkeys(made.reason for made in decisions.values() if made.is_convertible)
+        warnings.warn(f"fp8_linear_layers converted no layer: {'; '.join(reasons)}", stacklevel=3)
 
 
 def _with_choices(rule: LayerRule, layer: Any, op: Fp8DotGeneral, config: Fp8Config, skipped: Skipped) -> Any:
@@ -190,13 +208,11 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
                 raise unmatched_error(name, pattern, list(layers))
     rules = {path: rule_of(layer, config.rules) for path, (layer, _) in layers.items()}
     kernels = {path: rules[path].kernel(layer) for path, (layer, _) in layers.items()}
-    are_routers = routers(kernels)
-    heads = [kernel.Out for path, kernel in kernels.items() if not isinstance(layers[path][0], hnn.Embedding)]
+    optional = only_if_named(module, {path: layer for path, (layer, _) in layers.items()}, kernels)
     decisions = {}
     for path, (layer, stack) in layers.items():
         rule = rules[path]
-        is_beside_head = isinstance(layer, hnn.Embedding) and layer.Vocab in heads
-        refusal = _refusal(layer, rule, is_router=path in are_routers, is_beside_head=is_beside_head)
+        refusal = _refusal(layer, rule, optional.get(path))
         recipe, reason, is_named = _select(path, layer, config)
         match refusal:
             case str():
@@ -214,8 +230,8 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
     return decisions
 
 
-def _refusal(layer: Any, rule: LayerRule, *, is_router: bool, is_beside_head: bool) -> str | OnlyIfNamed | None:
-    """Why a layer cannot be converted, or only if it is named: as its rule says, and as the rest of the model does."""
+def _refusal(layer: Any, rule: LayerRule, of_role: OnlyIfNamed | None) -> str | OnlyIfNamed | None:
+    """Why a layer cannot be converted, or only if it is named: as its rule says, and what it is in the model."""
     refusal = rule.refusal(layer)
     if not isinstance(refusal, str | OnlyIfNamed | None):
         raise ValueError(
@@ -226,9 +242,7 @@ def _refusal(layer: Any, rule: LayerRule, *, is_router: bool, is_beside_head: bo
         if rule.op(layer) is None:
             return refusal
         refusal = None
-    if is_router:
-        refusal = _ROUTER
-    return _BESIDE_A_HEAD if refusal is not None and is_beside_head else refusal
+    return refusal if of_role is None else of_role
 
 
 def _select(path: str, layer: Any, config: Fp8Config) -> tuple[Recipe | None, str, bool]:
@@ -249,41 +263,3 @@ def _select(path: str, layer: Any, config: Fp8Config) -> tuple[Recipe | None, st
 def _override(path: str, layer: Any, config: Fp8Config) -> Pattern | None:
     """The first override that selects a layer."""
     return next((pattern for pattern in config.overrides if matches(pattern, path, layer)), None)
-
-
-_ROUTER = OnlyIfNamed(
-    "a router is converted only if a target names it: its rounding errors change which experts a row gets"
-)
-
-
-_BESIDE_A_HEAD = OnlyIfNamed("an embedding; as a tied head only if a target names it")
-
-
-def routers(kernels: Mapping[str, Kernel]) -> frozenset[str]:
-    """The paths of a model's routers.
-
-    A router is a layer whose outputs are the experts of another one, `Experts` of a `haliax.nn.MoELinear`, whatever its
-    name; or one with a part of its path called `router`. The name `gate` alone does not make a router: gated units have
-    gates too. A router has few outputs, so FP8 would save no time.
-
-    Args:
-        kernels: The kernels of a model's layers by path.
-
-    Example:
-        >>> import haliax as hax
-        >>> Embed, Experts = hax.Axis("embed", 8), hax.Axis("experts", 4)
-        >>> gate, up = Kernel(None, Embed, Experts), Kernel(None, Embed, hax.Axis("mlp", 16), Experts)
-        >>> sorted(routers({"moe.gate": gate, "moe.up": up})), sorted(routers({"mlp.gate": gate}))
-        (['moe.gate'], [])
-    """
-    experts = [_names(kernel.Experts) for kernel in kernels.values() if kernel.Experts is not None]
-    return frozenset(
-        path
-        for path, kernel in kernels.items()
-        if kernel.Experts is None and ("router" in path.split(".") or _names(kernel.Out) in experts)
-    )
-
-
-def _names(axes: Any) -> tuple[str, ...] | None:
-    """The names of axes; None if there are none, but a number."""
-    return None if axes is None or isinstance(axes, int | str) else tuple(axis.name for axis in axes_of(axes))

@@ -1,9 +1,9 @@
-"""describe: every linear layer of a model with its recipe, or the reason why it has none."""
+"""describe: every linear layer and op of a model with its recipe, or the reason why it has none."""
 
 import dataclasses
 import os.path
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -13,22 +13,25 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, KeyEntry
 
+from .._einsum import Fp8Einsum
 from .._jax.used import depends_on
 from .._op import Fp8DotGeneral
 from .._skipped import Skipped
 from .._state.op_state import OpState, OverwriteWithGradient
+from .._tensor_names import is_head
 from ..devices.device import Device, is_device_name
 from ..recipes.catalog import as_recipe
 from ..recipes.recipe import OPERAND_NAMES, Recipe
 from ..recipes.scaling import DelayedScaling
+from ..recipes.support import supported
 from .checks import check_not_modified, require_layers, uncalibrated_operands, unrecorded_operands
 from .config import Fp8Config, as_config
-from .convert import decide
+from .convert import Decision, decide
 from .description import LayerDescription, ModelDescription
 from .only_where_faster import FasterOn
 from .rule import LayerRule, OnlyIfNamed
-from .served import AbstractServedLayer
-from .walk import STACKED, all_ops, find_layers, is_op, map_layers_in_stacks, path_string, rule_of
+from .served import AbstractQuantizedLayer
+from .walk import STACKED, all_ops, find_layers, find_layers_and_ops, is_op, map_layers_in_stacks, path_string, rule_of
 
 
 def describe(
@@ -42,8 +45,10 @@ def describe(
 ) -> ModelDescription:
     """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
 
+    A product of a module of your own, an `Fp8DotGeneral` or `Fp8Einsum`, has a row and counts as a layer.
+
     Args:
-        model: A converted model, or any other tree.
+        model: A converted model, or any other tree of layers.
         config: Another configuration than the model was converted with, to see what that would do; needed for layers of
             custom rules.
         device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
@@ -61,9 +66,9 @@ def describe(
         The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
 
     Raises:
-        ValueError: If `model` is not a tree of layers, the device's name is unknown, or `config` is not an `Fp8Config`;
-            if `loss_fn` is not a function, or there is a batch without one; or if anything but its own update changed
-            the FP8 state of the model.
+        ValueError: If `model` is not a tree of layers, or is an optimizer's state or gradients; if the device's name is
+            unknown, or `config` is not an `Fp8Config`; if `loss_fn` is not a function, or there is a batch without one;
+            or if anything but its own update changed the FP8 state of the model.
 
     Example:
         >>> In, Out = hax.Axis("in", 8), hax.Axis("out", 4)
@@ -84,38 +89,28 @@ def describe(
         model = with_calls_of_loss(model, loss_fn, batch if isinstance(batch, tuple) else (batch,), config_in_use.rules)
     elif not (isinstance(batch, tuple) and not batch):
         raise ValueError("batch was given without loss_fn; use describe(model, loss_fn=loss_fn, batch=(x, y))")
-    rows = []
-    for path, decision in decide(model, config_in_use).items():
-        layer, rule, stack = decision.layer, decision.rule, decision.stack
-        op, kernel = rule.op(layer), rule.kernel(layer)
+    decisions, is_traced, rows = decide(model, config_in_use), loss_fn is not None, []
+    for path, (node, stack) in find_layers_and_ops(model, config_in_use.rules).items():
+        if is_op(node):
+            # Its module's weights are not of a layer that could be excluded.
+            known = _of_op(node, is_traced=is_traced)
+            known |= {"uncalled": known["uncalled"] and UNUSED, "support": supported(node.recipe, chosen)}
+            rows.append(LayerDescription(path, type(node).__name__, _sizes(stack), **known))
+            continue
+        decision = decisions[path]
+        rule, kernel, op = decision.rule, decision.rule.kernel(node), decision.rule.op(node)
+        recipe, known = _of_layer(decision, reasons.get(path), is_traced=is_traced)
+        support = None if recipe is None else kernel.support(recipe, chosen)
         recipe, residual = decision.selected, config_in_use.kernel_residual
-        text, recipe_in_use = None, None
         if op is not None:
             recipe, residual = op.recipe, op.kernel_residual
-            text, recipe_in_use = str(op.recipe), op.recipe
-        elif isinstance(layer, AbstractServedLayer):
-            text, recipe_in_use = layer.kernel.text, layer.kernel.recipe
-        rows.append(
-            LayerDescription(
-                path=path,
-                shape=kernel.text,
-                stacked=_sizes(stack),
-                recipe=text,
-                reason="" if text is not None else reasons.get(path) or decision.reason or "not converted",
-                support=None if recipe_in_use is None else kernel.support(recipe_in_use, chosen),
-                prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
-                uncalibrated=() if op is None else uncalibrated_operands(op.state),
-                **({} if op is None else _recorded(op, is_traced=loss_fn is not None)),
-                is_fp4=recipe_in_use is not None and recipe_in_use.kernel.format.bits <= 4,
-                scales="" if op is None else op.recipe.scale_rounding,
-                is_linear=text is not None or not _is_of_another_kind(layer, rule),
-            )
-        )
+        prediction = predict and recipe and predict.predict(rule, node, stack, recipe, residual)
+        rows.append(LayerDescription(path, kernel.text, _sizes(stack), support=support, prediction=prediction, **known))
     if not any(row.recorded for row in rows):
         # Before the first step, no operand is worth a word.
         rows = [dataclasses.replace(row, unrecorded=()) for row in rows]
     others = tuple(_arrays_outside(model, config_in_use.rules))
-    head = _head(rows) if all_ops(model) else ""
+    head = _head(rows, decisions) if all_ops(model) else ""
     return ModelDescription(tuple(rows), named, predict, others, head)
 
 
@@ -152,6 +147,32 @@ def _is_of_another_kind(layer: Any, rule: LayerRule) -> bool:
     return isinstance(layer, hnn.Embedding) or isinstance(rule.refusal(layer), OnlyIfNamed)
 
 
+def _of_op(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
+    """What is known of an op, by the names of a row's fields."""
+    return {
+        "recipe": str(op.recipe),
+        "products": op.recipe.precisions,
+        "uncalibrated": uncalibrated_operands(op.state),
+        "scales": op.recipe.scale_rounding,
+        **_recorded(op, is_traced=is_traced),
+    }
+
+
+def _of_layer(decision: Decision, reason: str | None, *, is_traced: bool) -> tuple[Recipe | None, dict[str, Any]]:
+    """The recipe that a layer multiplies with, None in high precision; and what is known of it, as in `_of_op`."""
+    layer, rule = decision.layer, decision.rule
+    if (op := rule.op(layer)) is not None:
+        return op.recipe, _of_op(op, is_traced=is_traced)
+    if isinstance(layer, AbstractQuantizedLayer):
+        kernel, stored = layer.kernel, layer.kernel.storage.name
+        if kernel.recipe is None:
+            return None, {"reason": f"stored in {stored}, {kernel.text}", "stored": stored}
+        products = {"fprop": kernel.recipe.precisions["fprop"]}
+        return kernel.recipe, {"recipe": kernel.text, "stored": stored, "products": products}
+    is_linear = not _is_of_another_kind(layer, rule)
+    return None, {"reason": reason or decision.reason or "not converted", "is_linear": is_linear}
+
+
 def _recorded(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
     """What is known of an op's amaxes, as far as they can be read, and of its calls."""
     uncalled = None if op.skipped is None else op.skipped.uncalled
@@ -172,21 +193,23 @@ def _sizes(stack: tuple[hax.Axis, ...]) -> str:
     return " × ".join(f"{axis.name} {axis.size}" for axis in stack)
 
 
-_HEADS = ("head", "lm_head", "classifier", "logits", "to_logits", "unembed", "output", "output_layer", "out_layer")
-
-
 _LAST_OF_A_LIST = re.compile(r"[^\d.][^.]*\.\d+")
 
 
-def _head(rows: Sequence[LayerDescription]) -> str:
-    """The path of the converted layer whose output the loss seems to read, by its name or its place; or nothing."""
+def _head(rows: Sequence[LayerDescription], layers: Container[str]) -> str:
+    """The path of the converted layer whose output the loss seems to read, by its name or its place; or nothing.
+
+    Args:
+        rows: All rows.
+        layers: The paths of those that a conversion can leave out.
+    """
     alone = [row for row in rows if row.is_linear and not row.stacked]
-    named = [row for row in alone if row.path.rpartition(".")[2] in _HEADS]
+    named = [row for row in alone if is_head(row.path)]
     above = [row.path.rpartition(".")[0] for row in alone]
     # The last layer of a list of layers, as in an MLP.
     in_list = len(alone) > 1 and above[-1] == above[-2] and _LAST_OF_A_LIST.fullmatch(alone[-1].path)
     last = named[-1:] or (alone[-1:] if in_list and alone[-1] is rows[-1] else [])
-    return last[0].path if last and last[0].is_fp8 else ""
+    return last[0].path if last and last[0].is_fp8 and last[0].path in layers else ""
 
 
 def recipes_of(model: Any) -> list[Recipe]:
@@ -229,6 +252,7 @@ def with_calls_of_loss[M](
         made = rule.kernel(layer).init_op(recipe, op.compute_dtype, stack)
         return rule.with_op(layer, dataclasses.replace(made, allow_dense_groups=True, skipped=op.skipped))
 
+    # An op without a rule has the state that it has, or none.
     tagged = map_layers_in_stacks(tag, model, rules)
     is_array = lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
     arrays, static = eqx.partition((tagged, batch), is_array)
@@ -239,7 +263,8 @@ def with_calls_of_loss[M](
 
     leaves, structure = jax.tree.flatten(arrays)
     used = depends_on(lambda leaves: value(jax.tree.unflatten(structure, leaves)), leaves)
-    return with_calls(model, jax.tree.unflatten(structure, used)[0])
+    marked = lambda op: dataclasses.replace(op, skipped=op.skipped or Skipped({})) if is_op(op) else op
+    return with_calls(jax.tree.map(marked, model, is_leaf=is_op), jax.tree.unflatten(structure, used)[0])
 
 
 def with_calls[M](model: M, used: Any) -> M:
@@ -270,15 +295,29 @@ def with_calls[M](model: M, used: Any) -> M:
     return jax.tree.map(mark, model, is_leaf=is_op)
 
 
-def with_calls_of[M](model: M, other: Any) -> M:
-    """The model, whose ops know of their calls what those of another tree know.
+type Calls = tuple[str | None, ...]
+"""For each op of a model why a loss did not call it, as in `Skipped`."""
+
+
+def calls_of(tree: Any) -> Calls:
+    """What the ops of a tree know of their calls.
+
+    Args:
+        tree: A model, or its gradients.
+    """
+    return tuple(op.skipped and op.skipped.uncalled for op in all_ops(tree))
+
+
+def with_calls_of[M](model: M, known: Calls) -> M:
+    """The model, whose ops know this of their calls, where it is known.
 
     Args:
         model: A model.
-        other: A tree with the same ops, such as its gradients.
+        known: From `calls_of`, of a tree with the same ops, such as its gradients.
     """
-    known = [op.skipped and op.skipped.uncalled for op in all_ops(other)]
-    present = [op.skipped and op.skipped.uncalled for op in all_ops(model)]
+    if all(call is None for call in known):
+        return model
+    present = calls_of(model)
     if len(known) != len(present) or all(new in (None, old) for new, old in zip(known, present, strict=True)):
         return model
     reasons = iter(known)
@@ -299,7 +338,7 @@ def _arrays_outside(model: Any, rules: tuple[LayerRule, ...]) -> list[str]:
     """The paths of floating-point arrays of two or more dimensions that belong to no layer with a rule.
 
     Axes of stacks and ensembles do not count, nor do the arrays of Equinox's and Haliax's own classes, such as
-    embeddings and norms, or of a module that holds an op of its own.
+    embeddings and norms, or of what holds an op of its own.
 
     Args:
         model: Any tree.
@@ -319,7 +358,8 @@ def _arrays_outside(model: Any, rules: tuple[LayerRule, ...]) -> list[str]:
         if isinstance(node, hnn.Stacked):
             visit((*path, STACKED), node.stacked, (*stack, node.Block.name), is_owned=False)
             return
-        is_owned = type(node).__module__.startswith(("equinox.nn", "haliax.nn")) or _multiplies(node)
+        is_inside = is_owned and not isinstance(node, eqx.Module)
+        is_owned = is_inside or type(node).__module__.startswith(("equinox.nn", "haliax.nn")) or _multiplies(node)
         for key, child in _children(node):
             visit((*path, *key), child, stack, is_owned=is_owned)
 
@@ -335,13 +375,9 @@ def _children(node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 
 def _multiplies(node: Any) -> bool:
-    """Whether a module has an op for its own arrays, or an einsum, which has nothing but an op."""
-
-    def is_op_or_einsum(value: Any) -> bool:
-        below = [child for _, child in _children(value)] if isinstance(value, eqx.Module) else []
-        return is_op(value) or (len(below) == 1 and is_op(below[0]))
-
-    return isinstance(node, eqx.Module) and any(is_op_or_einsum(child) for _, child in _children(node))
+    """Whether a module, list or dict has an op or an einsum for its own arrays, also in lists and dicts of it."""
+    is_inner = lambda value: value is not node and isinstance(value, eqx.Module)
+    return any(isinstance(x, Fp8DotGeneral | Fp8Einsum) for x in jax.tree.leaves(node, is_leaf=is_inner))
 
 
 def _is_array(node: Any) -> bool:

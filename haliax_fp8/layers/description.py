@@ -1,8 +1,8 @@
-"""What `describe` returns: a row for each linear layer, as a table and as one line."""
+"""What `describe` returns: a row for each linear layer and op, as a table and as one line."""
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
@@ -20,11 +20,11 @@ from .predicted_time import Prediction
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LayerDescription(Printable):
-    """One linear layer. Print it for a table.
+    """One linear layer, or one op of a module of your own. Print it for a table.
 
     Args:
         path: Its path in the model.
-        shape: Its input and output axes.
+        shape: Its input and output axes; of an op, which knows none, its class.
         stacked: The stacks that repeat it, such as `layers 12`.
         recipe: The recipe that it runs, or how it is quantized for inference; None in high precision.
         reason: Why it stays in high precision; empty for a converted layer.
@@ -37,7 +37,9 @@ class LayerDescription(Printable):
             all zeros.
         uncalled: Why the loss never calls it, so that no product of it runs in FP8; empty if it does, and None if that
             is not known.
-        is_fp4: Whether its kernel is in FP4.
+        products: What each product runs in, such as `{"fprop": "FP8", "dgrad": "FP8", "wgrad": "high precision"}`; for
+            inference fprop alone; empty if `recipe` is None.
+        stored: The format of its data, if it holds data and scales in place of a weight; empty otherwise.
         scales: How whole-tensor scales are rounded when they are applied; empty if the layer has none.
         is_linear: Whether it counts as a linear layer: not an embedding, unless it was converted, nor a convolution.
     """
@@ -45,27 +47,38 @@ class LayerDescription(Printable):
     path: str
     shape: str
     stacked: str
-    recipe: str | None
-    reason: str
+    recipe: str | None = None
+    reason: str = ""
     support: Support | None = None
     prediction: Prediction | None = None
     uncalibrated: tuple[str, ...] = ()
     recorded: bool | None = None
     unrecorded: tuple[str, ...] = ()
     uncalled: str | None = None
-    is_fp4: bool = False
+    products: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    stored: str = ""
     scales: str = ""
     is_linear: bool = True
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the layer's products run in FP8, or in FP4: it is converted, and not known to be never called."""
-        return self.recipe is not None and not self.uncalled
+        """Whether a product of the layer runs in FP8 or FP4: it is converted, and not known to be never called."""
+        return not self.uncalled and bool({"FP8", "FP4"}.intersection(self.products.values()))
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether a product of the layer runs in FP4."""
+        return self.is_fp8 and "FP4" in self.products.values()
 
     @property
     def precision(self) -> str:
-        """What its products run in, in a word."""
-        return ("FP4" if self.is_fp4 else "FP8") if self.is_fp8 else "high precision"
+        """What its products run in, in a word; by product, if they differ."""
+        if not self.is_fp8:
+            return "high precision"
+        names: dict[str, list[str]] = {}
+        for product, precision in self.products.items():
+            names.setdefault(precision, []).append(product)
+        return next(iter(names)) if len(names) == 1 else ", ".join(f"{'/'.join(names[p])} in {p}" for p in names)
 
     @property
     def _amaxes(self) -> str:
@@ -80,6 +93,7 @@ class LayerDescription(Printable):
             "shape": self.shape,
             "stack": self.stacked,
             "runs in": f"high precision: {self.reason}" if self.recipe is None else self.uncalled or self.recipe,
+            "stored in": self.stored,
             "on device": "" if self.support is None else " ".join(str(self.support).split()),
             "prediction": "" if self.prediction is None else " ".join(str(self.prediction).split()),
             "calibrate": f"first: no scale for {missing}" if missing else "",
@@ -98,7 +112,7 @@ class LayerDescription(Printable):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ModelDescription(Printable):
-    """Every linear layer of a model. Iterate over it, or print it.
+    """Every linear layer of a model, and every op of its own modules. Iterate over it, or print it.
 
     Args:
         layers: The layers, in the order of the tree.
@@ -131,13 +145,13 @@ class ModelDescription(Printable):
 
     @property
     def fp8_count(self) -> int:
-        """How many layers run in FP8 or FP4."""
+        """How many layers run a product in FP8 or FP4."""
         return sum(layer.is_fp8 for layer in self.layers)
 
     @property
     def fp4_count(self) -> int:
-        """How many of them have kernels in FP4."""
-        return sum(layer.is_fp8 and layer.is_fp4 for layer in self.layers)
+        """How many of them run one in FP4."""
+        return sum(layer.is_fp4 for layer in self.layers)
 
     @property
     def count(self) -> int:
@@ -154,16 +168,35 @@ class ModelDescription(Printable):
         """
         recipes = collections.Counter(layer.recipe for layer in self.layers if layer.is_fp8)
         if not recipes:
-            return f"FP8: none of {self.count} linear layers"
+            return f"FP8: none of {self.count} linear layers{self._stored}"
         counted = " + ".join(
             f"{count} {recipe}" if len(recipes) > 1 else str(recipe) for recipe, count in recipes.items()
         )
         four, of = self.fp4_count, f"of {self.count} linear layers"
         eight = self.fp8_count - four
         counts = ", ".join([f"FP8: {eight} {of}"] * bool(eight) + [f"FP4: {four} {of}"] * bool(four))
-        described = f"{counts}, {counted}, {_where(self.layers, self.device)}"
+        if products := self._products:
+            counts = f"{'FP8' if 'in FP8' in products else 'FP4'}: {self.fp8_count} {of}{products}"
+        described = f"{counts}, {counted}, {_where(self.layers, self.device)}{self._stored}"
         waiting = sum(bool(layer.uncalibrated) for layer in self.layers)
         return f"{described}, {waiting} to be calibrated first" if waiting else described
+
+    @property
+    def _products(self) -> str:
+        """How many products of the layers run in what, if those of a layer differ; else nothing."""
+        layers = [layer for layer in self.layers if layer.is_fp8]
+        if all(len({*layer.products.values()}) == 1 for layer in layers):
+            return ""
+        counts = collections.Counter(precision for layer in layers for precision in layer.products.values())
+        first, *others = [f"{counts[p]} {{}}in {p}" for p in ("FP8", "FP4", "high precision") if counts[p]]
+        return " with " + ", ".join([first.format("products "), *(other.format("") for other in others)])
+
+    @property
+    def _stored(self) -> str:
+        """How many layers are stored in a narrow format, and multiply in high precision; empty if none are."""
+        formats = [layer.stored for layer in self.layers if layer.stored and not layer.is_fp8]
+        names = "/".join(dict.fromkeys(formats))
+        return f"; {len(formats)} stored in {names} and multiplied by inputs in high precision" if formats else ""
 
     @property
     def estimate(self) -> str:
@@ -255,9 +288,11 @@ class ModelDescription(Printable):
         counts = [f"{eight} in FP8"] * bool(eight or not four) + [f"{four} in FP4"] * bool(four)
         first, *more = counts
         count = ", ".join([first.replace(" in", f" of {self.count} linear layers in"), *more])
+        if products := self._products:
+            count = f"{self.fp8_count} of {self.count} linear layers{products}"
         lines = self.estimate, self.note, self.waiting, *self.remarks, self.scales
         return Group(
-            Text(f"{count}{f': {only}' if only else ''}{everywhere}", "bold"),
+            Text(f"{count}{f': {only}' if only else ''}{everywhere}{self._stored}", "bold"),
             self._table(only, with_support=self.device is not None and not everywhere),
             *(Text(line, "dim") for line in lines if line),
         )
@@ -338,8 +373,6 @@ def _divide_width(table: Table, longest: int) -> None:
 def _where(layers: tuple[LayerDescription, ...], device: Device | None) -> str:
     """Whether all converted layers run natively."""
     supports = [layer.support for layer in layers if layer.is_fp8 and layer.support is not None]
-    if not supports:
-        return "inputs in high precision"
     counts = collections.Counter(_verdict(support, device).plain for support in supports)
     words = [word for word in ("native", "emulated", "refused") if counts[word]]
     how = words[0] if len(words) == 1 else " and ".join(f"{counts[word]} {word}" for word in words)
@@ -368,6 +401,7 @@ def _runs_in(layer: LayerDescription, only: str | None) -> Text:
     if layer.uncalibrated:
         return Text(f"{layer.recipe}; calibrate first: no scale for {', '.join(layer.uncalibrated)}", "red")
     text = layer.precision if layer.recipe == only else layer.recipe
+    text += f", stored in {layer.stored}" if layer.stored else ""
     if layer.unrecorded and (layer.recorded or layer.uncalled == ""):
         missing = " and ".join(layer.unrecorded)
         return Text(f"{text}; no amax of {missing} yet: zero, masked or not finite", "yellow")

@@ -111,7 +111,8 @@ class EquinoxLinear(LayerRule):
     def kernel(self, layer: eqx.nn.Linear) -> Kernel:
         """The weight, from the input features to the output features."""
         leading = _leading_shape(layer) or ()
-        return Kernel(layer.weight, layer.in_features, layer.out_features, leading=leading, contracted=(1,))
+        features = layer.in_features, layer.out_features
+        return Kernel(layer.weight, *features, leading=leading, contracted=(1,), first=False)
 
     def op(self, layer: eqx.nn.Linear) -> Fp8DotGeneral | None:
         """The op of an `Fp8Linear`."""

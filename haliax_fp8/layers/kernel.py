@@ -39,6 +39,8 @@ class Kernel:
         contracted: Which axes of one kernel fprop sums over. By default those of `In` in a `NamedArray`, and in a
             matrix the one that has as many elements; a square matrix does not tell.
         factor: What the layer multiplies its weight by before the product, as muP does.
+        first: Whether the layer calls its op as `op(weight, x)`, not `op(x, weight)`. By default sizes tell, as where
+            `jnp.einsum` may swap the two; if both operands could be the kernel, it is the second.
 
     Example:
         >>> Kernel(jnp.ones((12, 64, 256)), 64, 256).text
@@ -55,6 +57,7 @@ class Kernel:
     leading: tuple[int, ...] | None = None
     contracted: tuple[int, ...] | None = None
     factor: float = 1.0
+    first: bool | None = None
 
     @property
     def text(self) -> str:
@@ -106,7 +109,12 @@ class Kernel:
         if scale_per_expert and self.Experts is not None:
             (groups,) = axes_of(self.Experts)
         op = Fp8DotGeneral.init(
-            recipe, compute_dtype=compute_dtype, kernel_shape=self._output_shape, stack=stack, groups=groups
+            recipe,
+            compute_dtype=compute_dtype,
+            kernel_shape=self._output_shape,
+            kernel_first=self.first,
+            stack=stack,
+            groups=groups,
         )
         abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self.weight))
 
@@ -123,8 +131,15 @@ class Kernel:
     @property
     def _output_shape(self) -> tuple[int, ...] | None:
         """The sizes of the output axes, in the order in which the weight has them."""
-        if self.Out is None or isinstance(self.Out, int | str):
+        if self.Out is None:
             return None
+        if isinstance(self.Out, int | str):
+            shape = getattr(self._array, "shape", None)
+            if shape is None or self.contracted is None or isinstance(self.weight, hax.NamedArray):
+                return (count(self.Out),)
+            shape = shape[len(shape[:-2] if self.leading is None else self.leading) :]
+            contracted = [axis % len(shape) for axis in self.contracted]
+            return tuple(size for axis, size in enumerate(shape) if axis not in contracted)
         sizes = {axis.name: axis.size for axis in axes_of(self.Out)}
         names = self.weight.axis_names if isinstance(self.weight, hax.NamedArray) else tuple(sizes)
         return tuple(sizes[name] for name in names if name in sizes)
@@ -148,6 +163,32 @@ class Kernel:
         sizes = tuple(axis.size for axis in stack)
         stack = stack if leading[len(leading) - len(sizes) :] == sizes else ()
         return leading[: len(leading) - len(stack)], stack
+
+    def matrix_axes(self, stack: tuple[hax.Axis, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The axes of the weight's array that fprop sums over, and those of the outputs; None if they are unknown.
+
+        Axes of stacks, ensembles and experts are neither. Those of a square matrix may be exchanged.
+
+        Args:
+            stack: The axes of the stacks that the layer is in.
+        """
+        members, stack = self.members_and_stack(stack)
+        if isinstance(self.weight, hax.NamedArray):
+            if isinstance(self.In, int | str | None) or isinstance(self.Out, int | str | None):
+                return None
+            names = self.weight.axis_names
+            of = lambda spec: tuple(len(members) + names.index(axis.name) for axis in axes_of(spec))
+            return of(self.In), of(self.Out)
+        leading = len(members) + len(stack)
+        shape, inputs = self._array.shape[leading:], self.contracted
+        if inputs is None and len(shape) == 2 and self.In is not None and self.Out is not None:
+            sizes = count(self.In), count(self.Out)
+            inputs = (0,) if shape == sizes else (1,) if shape[::-1] == sizes else None
+        if inputs is None:
+            return None
+        inputs = [axis % len(shape) for axis in inputs]
+        outputs = (axis for axis in range(len(shape)) if axis not in inputs)
+        return tuple(leading + axis for axis in inputs), tuple(leading + axis for axis in outputs)
 
 
 def axes_of(spec: hax.AxisSpec) -> tuple[hax.Axis, ...]:

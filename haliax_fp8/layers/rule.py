@@ -54,7 +54,8 @@ class LayerRule(abc.ABC):
 
     A class that cannot carry an op itself gets a subclass that does, as `Fp8Linear` is for `eqx.nn.Linear`: `with_op`
     returns the subclass, or the plain layer for None, and `layer_type` matches both. For a weight that is stored as
-    `(out, in)`, say which axis is contracted: `Kernel(weight, *weight.shape[::-1], contracted=(1,))`.
+    `(out, in)` and a layer that calls `op(weight, x)`, say which axis is contracted, and the order:
+    `Kernel(weight, *weight.shape[::-1], contracted=(1,), first=True)`.
 
     Functions that change or measure a converted model take the rules again, in a configuration or as `rules=`.
     `join_linear` knows the layers of Haliax and Equinox only.

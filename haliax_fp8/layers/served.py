@@ -1,4 +1,4 @@
-"""Layers whose kernels are quantized for inference: their interface and their rule."""
+"""Layers that hold data and scales in place of a weight, for inference or frozen: their interfaces and their rule."""
 
 import abc
 import dataclasses
@@ -14,10 +14,11 @@ from .rule import LayerRule
 from .walk import path_string
 
 
-class AbstractServedLayer(eqx.Module):
-    """A layer that `serving.quantize_for_inference` made: FP8 data and scales in place of a weight, for inference.
+class AbstractQuantizedLayer(eqx.Module):
+    """A layer that holds data and scales in place of a weight.
 
-    One of your own holds a `serving.ServedKernel`; `quantize_for_inference(served_layers=...)` makes it.
+    Its kernel has a `storage`, the format of the data; a `text`, which says what it is; and the `recipe` that it
+    multiplies with, None in high precision.
     """
 
     kernel: eqx.AbstractVar[Any]
@@ -27,33 +28,63 @@ class AbstractServedLayer(eqx.Module):
     def described(self) -> Kernel:
         """Its kernel's axes, without a weight."""
 
+    @property
+    @abc.abstractmethod
+    def refusal(self) -> str:
+        """Why it cannot be converted."""
+
+
+class AbstractFrozenLayer(AbstractQuantizedLayer):
+    """A layer whose quantized weight never changes; it multiplies in high precision, with gradients to its inputs."""
+
+    @property
+    def refusal(self) -> str:
+        """It has no weight to train."""
+        return "its weight is frozen; huggingface.thaw(model) makes plain layers"
+
+    @abc.abstractmethod
+    def thawed(self, dtype: DTypeLike) -> Any:
+        """The plain layer, with the weight in a dtype."""
+
+
+class AbstractServedLayer(AbstractQuantizedLayer):
+    """A layer that `serving.quantize_for_inference` made: FP8 data and scales in place of a weight, for inference.
+
+    One of your own holds a `serving.ServedKernel`; `quantize_for_inference(served_layers=...)` makes it.
+    """
+
+    @property
+    def refusal(self) -> str:
+        """It has no weight to train."""
+        return "its kernel is in FP8 for inference; serving.dequantize(model) makes plain layers"
+
     @abc.abstractmethod
     def dequantized(self, dtype: DTypeLike) -> Any:
         """The plain layer, with the weight in a dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
-class ServedLayers(LayerRule):
-    """Layers that are quantized for good: they are listed, and not converted again."""
+class QuantizedLayers(LayerRule):
+    """Layers that hold data and scales in place of a weight: they are listed, and not converted."""
 
     @property
     def layer_type(self) -> type:
-        """The classes of all layers for inference."""
-        return AbstractServedLayer
+        """Their common base class."""
+        return AbstractQuantizedLayer
 
-    def refusal(self, layer: AbstractServedLayer) -> str:
-        """They have no weight to train."""
-        return "its kernel is in FP8 for inference; serving.dequantize(model) makes plain layers"
+    def refusal(self, layer: AbstractQuantizedLayer) -> str:
+        """As its class says."""
+        return layer.refusal
 
-    def kernel(self, layer: AbstractServedLayer) -> Kernel:
+    def kernel(self, layer: AbstractQuantizedLayer) -> Kernel:
         """Its axes, without a weight."""
         return layer.described
 
-    def op(self, layer: AbstractServedLayer) -> None:
+    def op(self, layer: AbstractQuantizedLayer) -> None:
         """None: it has no state."""
         return None
 
-    def with_op(self, layer: AbstractServedLayer, op: Fp8DotGeneral | None) -> AbstractServedLayer:
+    def with_op(self, layer: AbstractQuantizedLayer, op: Fp8DotGeneral | None) -> AbstractQuantizedLayer:
         """The layer without an op; with one, raises a ValueError with the reason."""
         if op is not None:
             raise ValueError(f"a {type(layer).__name__} cannot be converted: {self.refusal(layer)}")

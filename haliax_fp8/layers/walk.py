@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,14 +29,29 @@ def rule_of(layer: Any, rules: tuple[LayerRule, ...]) -> LayerRule:
 
 def find_layers(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[Any, tuple[hax.Axis, ...]]]:
     """Every layer that has a rule, by path, with the axes of the stacks that it is in."""
-    layers: dict[str, tuple[Any, tuple[hax.Axis, ...]]] = {}
+    return _find(module, types_of(rules))
 
-    def collect(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
-        layers[path] = (layer, stack)
-        return layer
 
-    _walk(collect, module, rules, (), ())
-    return layers
+def find_layers_and_ops(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[Any, tuple[hax.Axis, ...]]]:
+    """Like `find_layers`, with every op that is in no such layer, by the path that `named_ops` gives it."""
+    nodes = _find(module, (*types_of(rules), Fp8DotGeneral))
+    return {_without_field(path) if is_op(node) else path: (node, stack) for path, (node, stack) in nodes.items()}
+
+
+def types_of(rules: tuple[LayerRule, ...]) -> tuple[type, ...]:
+    """The classes of layers that have a rule."""
+    return tuple(jax.tree.leaves([rule.layer_type for rule in rules]))
+
+
+def _find(module: Any, types: tuple[type, ...]) -> dict[str, tuple[Any, tuple[hax.Axis, ...]]]:
+    nodes: dict[str, tuple[Any, tuple[hax.Axis, ...]]] = {}
+
+    def collect(path: str, node: Any, stack: tuple[hax.Axis, ...]) -> Any:
+        nodes[path] = (node, stack)
+        return node
+
+    _walk(collect, module, types, (), ())
+    return nodes
 
 
 def map_layers[M](function: Callable[[str, Any], M], module: M, rules: tuple[LayerRule, ...]) -> M:
@@ -47,30 +63,26 @@ def map_layers_in_stacks[M](
     function: Callable[[str, Any, tuple[hax.Axis, ...]], Any], module: M, rules: tuple[LayerRule, ...]
 ) -> M:
     """Like `map_layers`, for a function that also takes the axes of the stacks that a layer is in."""
-    return _walk(function, module, rules, (), ())
+    return _walk(function, module, types_of(rules), (), ())
 
 
 def _walk(
     function: Callable[[str, Any, tuple[hax.Axis, ...]], Any],
     tree: Any,
-    rules: tuple[LayerRule, ...],
+    types: tuple[type, ...],
     prefix: tuple[KeyEntry, ...],
     stack: tuple[hax.Axis, ...],
 ) -> Any:
-    layer_types = tuple(jax.tree.leaves([rule.layer_type for rule in rules]))
-
     def visit(path: tuple[KeyEntry, ...], node: Any) -> Any:
         path = prefix + path
-        if isinstance(node, layer_types):
+        if isinstance(node, types):
             return function(path_string(path), node, stack)
         if isinstance(node, hnn.Stacked):
-            inner = _walk(function, node.stacked, rules, (*path, STACKED), (*stack, node.Block))
+            inner = _walk(function, node.stacked, types, (*path, STACKED), (*stack, node.Block))
             return dataclasses.replace(node, stacked=inner)
         return node
 
-    return jax.tree_util.tree_map_with_path(
-        visit, tree, is_leaf=lambda node: isinstance(node, (*layer_types, hnn.Stacked))
-    )
+    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=lambda node: isinstance(node, (*types, hnn.Stacked)))
 
 
 STACKED = jax.tree_util.GetAttrKey("stacked")
@@ -117,7 +129,12 @@ def named_ops(model: Any) -> Iterator[tuple[str, Fp8DotGeneral]]:
     """
     for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_op)[0]:
         if is_op(node):
-            yield path_string(path).removesuffix("dot_general").removesuffix("."), node
+            yield _without_field(path_string(path)), node
+
+
+def _without_field(path: str) -> str:
+    """The path of an op without the field that holds it in a layer."""
+    return path.removesuffix("dot_general").removesuffix(".")
 
 
 def is_op(node: Any) -> bool:
@@ -131,7 +148,7 @@ def is_op(node: Any) -> bool:
 type Predicate = Callable[[str, Any], bool]
 
 
-type Pattern = str | re.Pattern[str] | Predicate
+type Pattern = str | re.Pattern[str] | type | Predicate
 
 
 type Targets = Pattern | Sequence[Pattern]
@@ -145,8 +162,8 @@ def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
         targets: The argument.
 
     Raises:
-        ValueError: If something is neither a string, a compiled regular expression nor a function, is a layer, or is an
-            empty string.
+        ValueError: If something is neither a string, a compiled regular expression, a class nor a function of a path
+            and a layer, is a layer, or is an empty string.
     """
     is_one = isinstance(targets, str | re.Pattern) or callable(targets)
     patterns: tuple[Any, ...] = tuple(targets) if isinstance(targets, Iterable) and not is_one else (targets,)
@@ -159,18 +176,33 @@ def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
         if not (isinstance(pattern, str | re.Pattern) or callable(pattern)):
             raise ValueError(
                 f"{name} holds {pattern!r}; give the last part of a path ('up_proj'), a full path, a glob, "
-                "a regular expression, or a function (path, layer) -> bool"
+                "a regular expression, a class of layers, or a function (path, layer) -> bool"
             )
+        if callable(pattern) and not isinstance(pattern, type):
+            _require_path_and_layer(name, pattern)
         if pattern == "":
             raise ValueError(f"{name} holds an empty string, which selects no layer; '*' selects every one")
     return patterns
+
+
+def _require_path_and_layer(name: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # one of C, which does not say
+    try:
+        signature.bind("", None)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} holds a function that does not take (path, layer): {error}; write {name}=lambda path, layer: ..."
+        ) from error
 
 
 def matches(pattern: Pattern, path: str, layer: Any) -> bool:
     """Whether a pattern selects a layer.
 
     A string selects a path that it equals, whose last component it equals, or that it matches *in full* as a glob or
-    as a regular expression: `layers.1` selects `layers.1`, never `layers.10`.
+    as a regular expression: `layers.1` selects `layers.1`, never `layers.10`. A class selects its instances.
 
     Example:
         >>> patterns = ("up", "blocks.0.mlp.up", "*.up", r".*\\.(up|down)", "mlp")
@@ -179,6 +211,8 @@ def matches(pattern: Pattern, path: str, layer: Any) -> bool:
     """
     if isinstance(pattern, re.Pattern):
         return pattern.fullmatch(path) is not None
+    if isinstance(pattern, type):
+        return isinstance(layer, pattern)
     if not isinstance(pattern, str):
         selected = pattern(path, layer)
         if hasattr(selected, "dtype") and not isinstance(selected, np.bool_):
@@ -223,14 +257,22 @@ def nothing_to_convert(module: Any, rules: tuple[LayerRule, ...], refusals: Mapp
     names = ", ".join(dict.fromkeys(_public(cls) for cls in classes if not cls.__module__.startswith("haliax_fp8.")))
     shown = list(refusals.items())[:3]
     refused = "".join(f"; {path or 'the module itself'} cannot be: {reason}" for path, reason in shown)
+    own = "for your own layer class, give Fp8Config(rules=...) a LayerRule"
+    if type(module).__module__.startswith("flax."):
+        own = (
+            'Flax\'s layers take an op without state, as in flax.nnx.Linear(dot_general=Fp8DotGeneral.init("current"))'
+        )
     return ValueError(
-        f"this {type(module).__name__} contains no layer that can be converted{refused}. Supported: {names}, anywhere "
+        f"this {_public(type(module))} contains no layer that can be converted{refused}. Supported: {names}, anywhere "
         "in a tree of modules, lists and dicts. If a module multiplies by plain arrays, call an Fp8DotGeneral or "
-        "Fp8Einsum there; for your own layer class, give Fp8Config(rules=...) a LayerRule"
+        f"Fp8Einsum there; {own}"
     )
 
 
 def _public(cls: type) -> str:
-    """The name by which a class is imported: those of Haliax and Equinox are in `nn`."""
-    package = cls.__module__.partition(".")[0]
-    return f"{package}.nn.{cls.__name__}" if package in ("haliax", "equinox") else f"{cls.__module__}.{cls.__name__}"
+    """The name by which a class is imported: those of Haliax and Equinox are in `nn`, Flax's in `nnx` or `linen`."""
+    package, *rest = cls.__module__.split(".")
+    if package in ("haliax", "equinox"):
+        return f"{package}.nn.{cls.__name__}"
+    public = f"flax.{rest[0]}" if package == "flax" and rest else cls.__module__
+    return cls.__name__ if public in ("builtins", "__main__") else f"{public}.{cls.__name__}"

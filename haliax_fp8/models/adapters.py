@@ -8,6 +8,7 @@ References:
 """
 
 import math
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -25,17 +26,17 @@ from .._state.op_state import is_state
 from .._tensor_names import is_head
 from ..layers.checks import require_layers
 from ..layers.config import default_rules
-from ..layers.convert import routers
 from ..layers.frozen_array import frozen, is_frozen_array, thawed
 from ..layers.kernel import Kernel, axes_of, count
-from ..layers.served import require_weights
+from ..layers.roles import AbstractAdapter, routers, sharing
+from ..layers.served import AbstractFrozenLayer, require_weights
 from ..layers.walk import Targets, as_patterns, find_layers, map_layers, matches, rule_of, unmatched_error
 
 
 # --- what is trained --------------------------------------------------------------------------------------------------
 
 
-class LoraLinear(eqx.Module):
+class LoraLinear(AbstractAdapter):
     """`base(x) + alpha / rank * B(A(dropout(x)))`: a frozen layer, and two small ones that are trained.
 
     The adapter computes in the dtype of its input, whatever its own is.
@@ -116,7 +117,7 @@ def _matrices(layer: Any) -> Array:
 
 def _is_fp8(layer: Any) -> bool:
     """Whether the weight is FP8 data and scales of a folder: `huggingface.FrozenLinear` and its like."""
-    return hasattr(layer, "thawed")
+    return isinstance(layer, AbstractFrozenLayer)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def add_lora(
 
     Args:
         model: The model. Cast it to the dtype to compute in first: `cast_params` in a loss would cast adapters alone.
-        rank: The rank of each adapter.
+        rank: The rank of each adapter; a warning where the layer has no more inputs or outputs than that.
         key: A key, from which each `A` is drawn.
         targets: The layers: patterns as in `fp8_linear_layers`. By default all linear layers but heads, routers, and
             those whose weight `eqx.nn.Shared` shares.
@@ -203,6 +204,7 @@ def add_lora(
             raise ValueError(f"{name}={value!r} must be a number of at least 0 and less than {top}")
     layers = find_layers(model, default_rules)
     chosen = _chosen(model, {path: layer for path, (layer, _) in layers.items()}, targets)
+    _warn_of_high_rank({path: layers[path][0] for path in chosen}, rank)
     keys = dict(zip(chosen, jax.random.split(key, len(chosen)), strict=True))
 
     def adapt(path: str, layer: Any) -> Any:
@@ -301,7 +303,7 @@ def require_merged(model: Any) -> None:
 def _chosen(model: Any, layers: dict[str, Any], targets: Targets | None) -> list[str]:
     """The paths of the layers that get an adapter."""
     are_linear = {path: isinstance(layer, hnn.Linear | eqx.nn.Linear) for path, layer in layers.items()}
-    shared = _sharing(model, layers)
+    shared = sharing(model, layers)
     if targets is None:
         kernels = {path: rule_of(layer, default_rules).kernel(layer) for path, layer in layers.items()}
         left_out = {*shared, *routers(kernels), *(path for path in layers if path and is_head(path))}
@@ -329,15 +331,20 @@ def _chosen(model: Any, layers: dict[str, Any], targets: Targets | None) -> list
     return chosen
 
 
-def _sharing(model: Any, layers: dict[str, Any]) -> set[str]:
-    """The paths of the layers whose weight an `eqx.nn.Shared` gives to another layer, or takes from one."""
-    is_shared = lambda node: isinstance(node, eqx.nn.Shared)
-    owners = filter(is_shared, jax.tree.leaves(model, is_leaf=is_shared))
-    arrays = {id(x) for node in owners for x in jax.tree.leaves(node.get(node.pytree))}
-    # A layer that takes its weight from another has a placeholder there instead of an array.
-    takes = lambda layer: not _is_fp8(layer) and not all(hasattr(x, "dtype") for x in jax.tree.leaves(layer.weight))
-    gives = lambda layer: any(id(x) in arrays for x in jax.tree.leaves(layer.weight))
-    return {path for path, layer in layers.items() if hasattr(layer, "weight") and (takes(layer) or gives(layer))}
+def _warn_of_high_rank(layers: dict[str, Any], rank: int) -> None:
+    kernels = {path: rule_of(layer, default_rules).kernel(layer) for path, layer in layers.items()}
+    high = [f"{path or 'the model itself'} ({k.text})" for path, k in kernels.items() if rank >= min(_sizes(k))]
+    if high:
+        more = f" and {len(high) - 3} more" if len(high) > 3 else ""
+        warnings.warn(
+            f"rank={rank} is not below the inputs and outputs of {', '.join(high[:3])}{more}: such an adapter has more "
+            "weights than its layer. Choose a lower rank, or name other layers in targets",
+            stacklevel=3,
+        )
+
+
+def _sizes(kernel: Kernel) -> list[int]:
+    return [count(features) for features in (kernel.In, kernel.Out) if features is not None]
 
 
 def _halves(layer: Any, stack: tuple[hax.Axis, ...], rank: int, key: Array) -> tuple[Any, Any]:

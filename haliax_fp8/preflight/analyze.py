@@ -31,7 +31,7 @@ from .trace import (
     windowed,
 )
 from .traffic import is_launch, touched, traffic_of
-from .verdict import Evidence, Written, candidates, indivisible, indivisible_sizes, judge, made_from, written_products
+from .verdict import Evidence, Written, indivisible, indivisible_sizes, judge, made_from, written_products
 
 
 _SMALL = 10**6
@@ -126,7 +126,7 @@ class _Reader:
             for site in opened(launch):
                 scope = site.instruction.op_name or launch.instruction.op_name
                 if product_name(scope) in (FPROP, "forward") and (size := dimensions(site)) is not None:
-                    written = made_from(candidates(self.written, scope), size)
+                    written = made_from(self.written, scope, size)
                     lhs, rhs = map(origin, _operands(site))
                     found.update(_weight(lhs, rhs, written).arguments)
         return frozenset(found)
@@ -142,7 +142,7 @@ class _Reader:
 
     def _product(self, launch: Site, site: Site, size: Dimensions) -> Product:
         scope = site.instruction.op_name or launch.instruction.op_name
-        written = made_from(candidates(self.written, scope), size)
+        written = made_from(self.written, scope, size)
         if written is not None:
             size = size.as_written(written.size)
         operands = _operands(site)
@@ -188,6 +188,7 @@ class _Reader:
             is_fp4=evidence.is_fp4,
             is_rotation=rotates(scope),
             reason=reason,
+            makes_weight=bool(made) and name in (WGRAD, "backward"),
         )
 
     def _made(self, site: Site, weight: Origin) -> tuple[str, ...]:

@@ -65,6 +65,11 @@ class Collective:
         return round(sum(part.wire for part in self.parts))
 
     @property
+    def sent(self) -> int:
+        """The bytes that a device sends in one step: `wire`, as often as the collective runs."""
+        return round(sum(part.wire for part in self.parts) * self.executions)
+
+    @property
     def reduces_gradients(self) -> bool:
         """Whether it adds up gradients of weights, or of values computed from them."""
         is_sum = self.reduction == ADD and self.dtype.startswith(("f", "bf"))

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._jax.errors import UNREADABLE_CACHE, UNUSED_DONATION, is_of_another_architecture, lacks_ptxas
+from .._product.names import TRAIN_STEP
 from ..devices.xla_flags import XlaFlags
 from .compilers import changed_process
 from .devices import CompilableDevice
@@ -57,30 +58,61 @@ class Compiled:
     seconds: float
 
 
-def compile_for(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    *,
-    device: CompilableDevice,
-    mesh: Mesh,
-    shardings: Any,
-    flags: XlaFlags,
-    options: Mapping[str, Any],
-) -> Compiled:
-    """Compiles a function of trees; the arguments are those of `inspect_step`, and `flags` has all that the user set.
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function of trees, traced by JAX with abstract arguments on a mesh."""
 
-    Arguments that inner `jit`s donate are donated.
-    """
+    program: Any
+    mesh: Mesh
+    bytes_on_host: int
+    seconds: float
+
+    @staticmethod
+    def of(function: Callable[..., Any], args: tuple[Any, ...], *, mesh: Mesh, shardings: Any) -> "Traced":
+        """Traces a function; the arguments are those of `inspect_step`. Arguments that inner `jit`s donate are donated.
+
+        Args:
+            function: The step.
+            args: Its arguments.
+            mesh: Where they are.
+            shardings: How they are divided.
+        """
+        begin = time.perf_counter()
+        inputs = _Inputs.of(function, args, mesh, shardings)
+        with jax.set_mesh(mesh):
+            program = jax.jit(inputs.call).trace({}, inputs.abstract)
+            if donated := _donated(program, inputs):
+                rest = {name: x for name, x in inputs.abstract.items() if name not in donated}
+                given = {name: inputs.abstract[name] for name in donated}
+                program = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
+        return Traced(program, mesh, inputs.bytes_on_host, time.perf_counter() - begin)
+
+    @property
+    def train_steps(self) -> set[bool]:
+        """For each `TrainStep` that it calls, whether that is inside another `jit` of the function."""
+        calls = [equation for equation in self.program.jaxpr.eqns if _is_train_step(equation)]
+        inner = [equation for equation in self.program.jaxpr.eqns if not _is_train_step(equation)]
+        return {False for _ in calls} | {True for equation in inner if any(map(_is_train_step, _inside(equation)))}
+
+
+def _is_train_step(equation: Any) -> bool:
+    return equation.params.get("name") == TRAIN_STEP
+
+
+def _inside(equation: Any) -> Iterator[Any]:
+    """The equations of the functions that an equation calls, at any depth."""
+    for value in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for inner in getattr(value, "eqns", ()):
+            yield inner
+            yield from _inside(inner)
+
+
+def compile_for(traced: Traced, *, device: CompilableDevice, flags: XlaFlags, options: Mapping[str, Any]) -> Compiled:
+    """Compiles what was traced; `flags` has all that the user set."""
     begin = time.perf_counter()
-    inputs = _Inputs.of(function, args, mesh, shardings)
-    with jax.set_mesh(mesh):
-        traced = jax.jit(inputs.call).trace({}, inputs.abstract)
-        if donated := _donated(traced, inputs):
-            rest = {name: x for name, x in inputs.abstract.items() if name not in donated}
-            given = {name: inputs.abstract[name] for name in donated}
-            traced = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
+    with jax.set_mesh(traced.mesh):
         with changed_process(variables=device.variables, ignored=_WARNINGS):
-            lowered = traced.lower()
+            lowered = traced.program.lower()
             try:
                 compiled = lowered.compile(compiler_options={**device.compiler_options(flags), **options})
             except RuntimeError as error:
@@ -88,11 +120,11 @@ def compile_for(
                     raise
                 raise RuntimeError(f"a Pallas kernel could not be compiled for {device.name}: {remedy}") from error
         written = lowered.as_text("hlo", debug_info=True)
-    text, memory = compiled.as_text(), _memory(compiled.memory_analysis(), inputs.bytes_on_host)
+    text, memory = compiled.as_text(), _memory(compiled.memory_analysis(), traced.bytes_on_host)
     assert text is not None
-    results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
+    results = jax.tree_util.tree_flatten_with_path(traced.program.out_info)[0]
     outputs = tuple(dotted(jax.tree_util.keystr(path)) for path, _ in results)
-    return Compiled(text, written, outputs, memory, time.perf_counter() - begin)
+    return Compiled(text, written, outputs, memory, traced.seconds + time.perf_counter() - begin)
 
 
 def _of_pallas(error: Exception) -> str | None:

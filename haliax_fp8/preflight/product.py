@@ -68,6 +68,7 @@ class Product(Printable):
         halved: Whether the launch skips the half of it that a causal mask hides.
         is_fp4: Whether an operand is in FP4, or was rounded to it.
         is_rotation: Whether it only rotates an operand of another product. Shares and counts leave it out.
+        makes_weight: Whether it computes the gradient of a weight, as wgrad does.
     """
 
     layer: str
@@ -96,6 +97,7 @@ class Product(Printable):
     halved: bool = False
     is_fp4: bool = False
     is_rotation: bool = False
+    makes_weight: bool = False
 
     def __rich__(self) -> Text:
         """Where it is, what it multiplies, and how it runs."""

@@ -114,13 +114,19 @@ def layer_table(program: Program) -> Table:
             name = Text(layer.name.removeprefix(prefix).removeprefix(".") or "(the weight itself)")
             share = f"{layer.flops / (program.flops or 1):.1%}"
             size = Text(layer.size) if layer.has_weight else Text("")
-            sides = (_verdicts(layer.products, names) for names in _SIDES.values())
+            sides = (_verdicts([p for p in layer.products if _side(p) == column]) for column in _SIDES)
             table.add_row(Padding(name, (0, 0, 0, 2 if prefix else 0)), size, share, *sides)
     return table
 
 
-_SIDES = {FPROP: (FPROP, "forward"), DGRAD: (DGRAD, "backward"), WGRAD: (WGRAD,)}
-"""Which products stand in which column; those between activations have none but forward and backward."""
+_SIDES = FPROP, DGRAD, WGRAD
+
+
+def _side(product: Product) -> str:
+    """The column in which a product stands; a backward product between activations has that of dgrad."""
+    if product.name == "backward":
+        return WGRAD if product.makes_weight else DGRAD
+    return FPROP if product.name == "forward" else product.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +144,7 @@ class _Layer:
     @property
     def size(self) -> str:
         """The matrices' sides in the forward product, or the largest one."""
-        forward = [product for product in self.products if product.name in _SIDES[FPROP]] or self.products
+        forward = [product for product in self.products if _side(product) == FPROP] or self.products
         largest = max(forward, key=lambda product: product.flops)
         batch = f"{largest.batch}× " if largest.batch > 1 else ""
         return f"{batch}{largest.m}×{largest.k}×{largest.n}"
@@ -155,7 +161,7 @@ def _layers(program: Program) -> list[_Layer]:
     alike: dict[tuple[str, frozenset], list[str]] = {}
     for path, products in found.items():
         # The first layer of a model lacks dgrad, and is like the others all the same.
-        sizes = {(p.batch, p.m, p.k, p.n) for p in products if p.name in _SIDES[FPROP]}
+        sizes = {(p.batch, p.m, p.k, p.n) for p in products if _side(p) == FPROP}
         how = frozenset(sizes | {_word(p) for p in products})
         alike.setdefault((without_numbers(path), how), []).append(path)
     layers = [
@@ -188,10 +194,9 @@ def _block(name: str) -> str:
     return "" if number is None else ".".join(above[: number + 1])
 
 
-def _verdicts(products: Iterable[Product], names: tuple[str, ...]) -> Text:
-    """How the products with some names run: each way once, the worst of them in the color of the cell."""
-    chosen = [product for product in products if product.name in names]
-    words = {_word(product): product.verdict for product in chosen}
+def _verdicts(products: Iterable[Product]) -> Text:
+    """How some products run: each way once, the worst of them in the color of the cell."""
+    words = {_word(product): product.verdict for product in products}
     worst = max(words.values(), key=list(STYLES).index, default=None)
     return Text(", ".join(words), STYLES[worst] if worst is not None else "")
 
@@ -295,10 +300,10 @@ class Page:
         return (self.step,) if self.baseline is None else (self.step, self.baseline)
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """The caveats, and the peaks that times are estimated with."""
+    def assumptions(self) -> tuple[str, ...]:
+        """The peaks that times are estimated with."""
         if self.peaks is None:
-            return self.caveats
+            return ()
         likely = WHOLE_STEP
         narrow = f"{likely.fp8_flops} of {self.peaks.fp8 / 1e12:.5g} TFLOP/s in FP8, "
         if any(product.block_scaled and product.is_fp8 for product in self.step.products):
@@ -306,7 +311,6 @@ class Page:
             narrow += f"with scales of blocks {likely.block_flops} of that{of_fp4}, "
         span = lambda name: f"{getattr(SLOWEST, name):.2f} to {getattr(FASTEST, name):.2f}"
         return (
-            *self.caveats,
             f"times are a roofline estimate, nothing ran: {narrow}"
             f"{likely.flops} of {self.peaks.bf16 / 1e12:.4g} in bf16, "
             f"{likely.bandwidth} of {self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source}), "
@@ -390,7 +394,8 @@ def as_renderable(page: Page, *, every_product: bool = False) -> RenderableType:
 
     Args:
         page: What is shown.
-        every_product: Whether each product has lines of its own, with formats and implementation, not a row per layer.
+        every_product: Whether each product has lines of its own, with formats and implementation, not a row per layer;
+            and the assumptions of the estimate are there.
     """
     sums = new_table()
     sums.show_header = page.baseline is not None
@@ -406,11 +411,11 @@ def as_renderable(page: Page, *, every_product: bool = False) -> RenderableType:
         sent.add_row(*map(Text, line))
     products = each_product(page.step) if every_product else layer_table(page.step)
     findings = [Text(f"! {finding}", "yellow") for finding in page.findings]
-    notes = [Text(f"? {note}", "dim") for note in page.notes]
+    notes = [*page.caveats, *(page.assumptions if every_product else ())]
     tables = [products, sums, *([sent] if page.step.collectives else [])]
     # What the other setting changes stands at the end; here, under which flags all of it holds.
     headline = Text(page.headline, "bold").append(f"; {page.flags.partition('; ')[0]}", "not bold")
-    return Group(headline, *tables, *findings, *notes, Text(page.flags, "dim"))
+    return Group(headline, *tables, *findings, *(Text(f"? {note}", "dim") for note in notes), Text(page.flags, "dim"))
 
 
 def _heads(page: Page) -> tuple[str, ...]:
@@ -424,7 +429,9 @@ def as_markdown(page: Page) -> str:
     lines += [*_table(_heads(page), totals(page)), ""]
     if page.step.collectives:
         lines += [*_table(COLLECTIVE_COLUMNS, collective_lines(page.step)), ""]
-    lines += [f"- {finding}" for finding in page.findings] + [f"- not known: {note}" for note in page.notes]
+    lines += [f"- {finding}" for finding in page.findings] + [
+        f"- not known: {note}" for note in (*page.caveats, *page.assumptions)
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import RenderableType
@@ -38,6 +38,7 @@ class PreflightReport(Printable):
         flags: The flags that XLA got from the user.
         other: The step with the other setting of `xla_gpu_enable_triton_gemm`; None if not requested, or if it does not
             matter on the device.
+        dropped: The options of a `TrainStep` that the step calls inside a `jit` of its own, which XLA does not get.
     """
 
     device: CompilableDevice
@@ -46,6 +47,7 @@ class PreflightReport(Printable):
     baseline: Program | None = None
     flags: XlaFlags = XlaFlags()
     other: Program | None = None
+    dropped: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -104,7 +106,12 @@ class PreflightReport(Printable):
     @property
     def findings(self) -> tuple[str, ...]:
         """What a reader should know about the step, worst first."""
-        return findings(self.step, self.baseline, self.device)
+        found = findings(self.step, self.baseline, self.device)
+        if not self.dropped:
+            return found
+        lost = XlaFlags().with_options(self.dropped)
+        remedy = "call it outside, or give that jit compiler_options=step.compiler_options(model)"
+        return (f"a TrainStep inside another jit loses its option {lost}: {remedy}", *found)
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -215,7 +222,7 @@ class PreflightReport(Printable):
         if share is None or share >= least:
             return []
         wide = [
-            f"  {found.kind} of {part.dtype}, {size(part.wire)}, {found.executions} times, in "
+            f"  {found.kind} of {part.dtype}, {size(part.wire)} each time, {found.executions} times, in "
             + (label(found.scope) or found.scope)
             for found in self.step.collectives
             for part in found.parts
@@ -255,7 +262,8 @@ class PreflightReport(Printable):
 
     @property
     def in_full(self) -> RenderableType:
-        """The report with a line or two for every product, for `rich.print`; the report itself has a row per layer."""
+        """The report with a line or two for every product, for `rich.print`, and what the estimate assumes; the report
+        itself has a row per layer."""
         return as_renderable(self._page, every_product=True)
 
 
@@ -285,7 +293,7 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
             for p in found.products
         ]
         fields["collectives"] = [
-            {**dataclasses.asdict(c), "wire": c.wire, "reduces_gradients": c.reduces_gradients}
+            {**dataclasses.asdict(c), "wire": c.wire, "sent": c.sent, "reduces_gradients": c.reduces_gradients}
             for c in found.collectives
         ]
         fields["others"] = {"count": found.others.count, "bytes": found.others.bytes, **fields["others"]}

@@ -2,13 +2,15 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ..devices.device import Device
 from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
-from ..layers.describe import reasons_of_layers
+from ..layers.describe import reasons_of_layers, recipes_of
+from ..recipes.compiler_options import training_options
 from .analyze import analyze
-from .compile import MeshLike, compile_for, make_mesh
+from .compile import MeshLike, Traced, compile_for, make_mesh
 from .devices import CompilableDevice, as_compilable
 from .product import Program
 from .report import PreflightReport
@@ -43,8 +45,8 @@ def inspect_step(
             own shardings, if the mesh has those axes.
         compare: A baseline: another step with the same arguments, or `(step, arguments)`.
         compiler_options: XLA's options, as in `jax.jit(compiler_options=...)`; they override the environment's flags.
-            A step that passes options to its own `jit` reports them with a method
-            `compiler_options(*args, device=device)`.
+            Those of a `TrainStep` count by themselves, also where `step_fn` calls one. Another step that passes options
+            to its own `jit` reports them with a method `compiler_options(*args, device=device)`.
         other_setting: For NVIDIA GPUs, whether to compile the step once more with the other setting of
             `xla_gpu_enable_triton_gemm`, so that the report says what that changes.
         progress: Called with the name of each stage, such as `compiling the step`.
@@ -63,31 +65,32 @@ def inspect_step(
     say = progress or (lambda _: None)
     chosen = as_compilable(device)
     _require_call(step_fn, args)
-    given = {**_own_options(step_fn, args, chosen.hardware), **(compiler_options or {})}
-    flags = XlaFlags.of_environment(platform=chosen.hardware.platform).with_options(given)
     its_mesh = make_mesh(chosen, devices, mesh)
+    trace = partial(Traced.of, mesh=its_mesh, shardings=shardings)
+    traced = trace(step_fn, args)
+    own, dropped = _options_of_step(step_fn, args, traced, chosen.hardware)
+    given = {**own, **(compiler_options or {})}
+    flags = XlaFlags.of_environment(platform=chosen.hardware.platform).with_options(given)
 
-    def program(function: Callable[..., Any], arguments: tuple[Any, ...], **more: Any) -> Program:
+    def program(traced: Traced, arguments: tuple[Any, ...], **more: Any) -> Program:
         options = {**given, **more}
-        all_flags = flags.with_options(options)
-        compiled = compile_for(
-            function, arguments, device=chosen, mesh=its_mesh, shardings=shardings, flags=all_flags, options=options
-        )
+        compiled = compile_for(traced, device=chosen, flags=flags.with_options(options), options=options)
         reasons = {path: why for argument in arguments for path, why in reasons_of_layers(argument).items()}
         return analyze(compiled, chosen, reasons)
 
     say(f"compiling the step for {chosen.kind}")
-    step = program(step_fn, args)
+    step = program(traced, args)
     baseline = None
     if compare is not None:
         say(f"compiling the baseline for {chosen.kind}")
         other, other_args = compare if isinstance(compare, tuple) else (compare, args)
-        baseline = program(other, other_args)
+        baseline = program(trace(other, other_args), other_args)
     with_other = None
     if other_setting and chosen.hardware.platform == "cuda":
         say(f"compiling the step with the other setting of {TRITON_PRODUCTS}")
-        with_other = program(step_fn, args, **{TRITON_PRODUCTS: not flags.triton_products})
-    return PreflightReport(chosen, dict(its_mesh.shape), step, baseline, flags, with_other)
+        with_other = program(traced, args, **{TRITON_PRODUCTS: not flags.triton_products})
+    dropped = {name: x for name, x in dropped.items() if flags.with_options({name: x}).values != flags.values}
+    return PreflightReport(chosen, dict(its_mesh.shape), step, baseline, flags, with_other, dropped)
 
 
 def _require_call(step_fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -104,10 +107,13 @@ def _require_call(step_fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         ) from None
 
 
-def _own_options(step_fn: Callable[..., Any], args: tuple[Any, ...], device: Device) -> dict[str, Any]:
-    """The options that a step passes to its own `jit`.
-
-    The program does not show them: JAX rejects options of a `jit` inside another, so a traced step passes none.
-    """
+def _options_of_step(
+    step_fn: Callable[..., Any], args: tuple[Any, ...], traced: Traced, device: Device
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options that a step passes to its own `jit`, or a `TrainStep` that it calls; and those that get lost, because
+    the `TrainStep` is inside another `jit`, where JAX accepts none."""
     options: Callable[..., Mapping[str, Any]] | None = getattr(step_fn, "compiler_options", None)
-    return {} if options is None else {**options(*args, device=device)}
+    if options is not None:
+        return {**options(*args, device=device)}, {}
+    of_train_step = training_options(recipes_of(args), device) if traced.train_steps else {}
+    return ({}, of_train_step) if True in traced.train_steps else (of_train_step, {})

@@ -52,11 +52,15 @@ def candidates(written: Mapping[str, list[Written]], scope: str) -> list[Written
     return [product for product in written.get(outer, []) if product.size.block_scaled]
 
 
-def made_from(candidates: list[Written], size: Dimensions) -> Written | None:
+def made_from(written: Mapping[str, list[Written]], scope: str, size: Dimensions) -> Written | None:
     """The product of the same scope that a compiled one was made from; None if it cannot be determined."""
-    same = [written for written in candidates if written.size.same_as(size)]
-    padded = [written for written in candidates if written.size.padded_to(16).same_as(size)]
-    return next(iter(_agreeing(same) or _agreeing(padded) or _agreeing(candidates)), None)
+    of_scope = candidates(written, scope)
+    # XLA gives a product the scope of a transpose that it folds into it, which is beside that of the product.
+    outer = scope.rpartition("/")[0]
+    near = of_scope or [x for other in written if other.rpartition("/")[0] == outer for x in written[other]]
+    same = [product for product in near if product.size.same_as(size)]
+    padded = [product for product in near if product.size.padded_to(16).same_as(size)]
+    return next(iter(_agreeing(same) or _agreeing(padded) or _agreeing(of_scope)), None)
 
 
 def _full_scope(site: Site) -> str:

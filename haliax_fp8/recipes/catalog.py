@@ -116,7 +116,7 @@ def by_name(name: str) -> Recipe:
 
     Example:
         >>> print(by_name("rowwise_with_gw_hp"))
-        RowwiseScaling E4M3/E4M3/E4M3, wgrad in high precision
+        fprop RowwiseScaling E4M3/E4M3, dgrad RowwiseScaling+CurrentScaling E4M3/E4M3, wgrad in high precision
     """
     if not isinstance(name, str):
         raise ValueError(f"name={name!r} is not the name of a recipe; use one such as 'delayed', out of {[*named]}")

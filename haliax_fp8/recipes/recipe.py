@@ -200,6 +200,13 @@ class Recipe:
         return tuple(name for name, pair in self.products.items() if all(q.scaling.quantizes for q in pair))
 
     @functools.cached_property
+    def precisions(self) -> dict[ProductName, str]:
+        """What each product runs in: `"FP8"`, `"FP4"` if an operand of it is, or `"high precision"`."""
+        bits = {name: min(q.format.bits for q in pair) for name, pair in self.products.items()}
+        quantized = {name: "FP4" if bits[name] <= 4 else "FP8" for name in self.quantized_products}
+        return {name: quantized.get(name, "high precision") for name in self.products}
+
+    @functools.cached_property
     def uses(self) -> dict[tuple[OperandName, ProductName], Quantization]:
         """How each operand is quantized for each of its products."""
         return {
@@ -312,9 +319,9 @@ class Recipe:
         Example:
             >>> recipe = Recipe.of(DelayedScaling())
             >>> print(recipe.forward_only())
-            DelayedScaling+HighPrecision E4M3/E4M3/E4M3, dgrad/wgrad in high precision
+            fprop DelayedScaling E4M3/E4M3, dgrad/wgrad in high precision
             >>> print(recipe.forward_only(dequantized=True))
-            DelayedScaling+HighPrecision E4M3/E4M3/E4M3, dgrad/wgrad in high precision from quantized operands
+            fprop DelayedScaling E4M3/E4M3, dgrad/wgrad in high precision from quantized operands
         """
         require_bool("dequantized", dequantized, of="Recipe.forward_only")
         high = Quantization(E4M3, HighPrecision())
@@ -345,18 +352,37 @@ class Recipe:
         return self._map(replace)
 
     def __str__(self) -> str:
-        formats = "/".join(q.format.name for q in self.operands)
-        scalings = {type(q.scaling).__name__: None for q in self.operands}
         products = self.products
-        straight_through = [name for name in products if self._is_straight_through(name)]
-        high = [name for name in products if name not in (*self.quantized_products, *straight_through)]
         rotated = [name for name, operands in products.items() if isinstance(operands[0].scaling, HadamardScaling)]
         random = [name for name, operands in products.items() if any(q.rounding.needs_key for q in operands)]
-        notes = {
-            "in high precision": high,
-            "in high precision from quantized operands": straight_through,
-            "rotated": rotated,
-            "rounded at random": random,
-        }
+        notes = {"rotated": rotated, "rounded at random": random}
         described = [f"{'/'.join(names)} {note}" for note, names in notes.items() if names]
-        return ", ".join([f"{'+'.join(scalings)} {formats}", *described])
+        return ", ".join([self._text_of_products, *described])
+
+    @property
+    def _text_of_products(self) -> str:
+        """Scalings and formats of the operands; by product, if an operand has two, or products differ in precision."""
+        kinds = {use: (_name(quantization), quantization.format) for use, quantization in self.uses.items()}
+        alike = all(kinds[operand, first] == kinds[operand, second] for operand, (first, second) in USES.items())
+        if alike and {*self.precisions.values()} in ({"FP8"}, {"FP4"}):
+            return _text(self.operands)
+        products: dict[str, list[str]] = {}
+        for name, pair in self.products.items():
+            text = "in high precision"
+            if self._is_straight_through(name):
+                text = "in high precision from quantized operands"
+            elif name in self.quantized_products:
+                text = _text(pair)
+            products.setdefault(text, []).append(name)
+        return ", ".join(f"{'/'.join(names)} {text}" for text, names in products.items())
+
+
+def _text(quantizations: tuple[Quantization, ...]) -> str:
+    scalings = dict.fromkeys(map(_name, quantizations))
+    return f"{'+'.join(scalings)} {'/'.join(q.format.name for q in quantizations)}"
+
+
+def _name(quantization: Quantization) -> str:
+    """The name of a scaling; of a rotated operand, that of the scaling after the rotation."""
+    scaling = quantization.scaling
+    return type(scaling.scaling if isinstance(scaling, HadamardScaling) else scaling).__name__

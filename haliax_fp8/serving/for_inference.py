@@ -11,7 +11,7 @@ from .._printing.progress import Watcher, progress_of
 from .._tensor_names import is_head
 from ..layers.checks import check_not_modified, require_layers, require_model
 from ..layers.config import Fp8Config, as_config
-from ..layers.convert import routers
+from ..layers.roles import routers, sharing
 from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
 from ..layers.walk import (
@@ -64,7 +64,7 @@ def quantize_for_inference[M](
 
     Args:
         model: A model that trains in FP8, whose FP8 layers are quantized; or a plain model, whose linear layers are
-            quantized except heads, embeddings and routers.
+            quantized except heads, embeddings, routers, and those that `eqx.nn.Shared` ties.
         layout: The name of a layout, or a `ServedLayout`.
         targets: The layers to quantize instead: patterns as in `fp8_linear_layers`; heads, embeddings and routers too.
         exclude: Layers to leave in high precision.
@@ -156,6 +156,8 @@ def _selected(model: Any, rules: tuple[LayerRule, ...], targets: Targets | None,
         for path, rule in by_path.items()
         if rule.op(found[path]) is None and isinstance(reason := rule.refusal(found[path]), str)
     }
+    tied = sharing(model, found)
+    refused |= dict.fromkeys(tied, "eqx.nn.Shared shares its weight; exclude it, or give the model separate weights")
     if targets is not None:
         selected = [path for path in found if is_any(named, path)]
         for path in selected:
@@ -163,12 +165,14 @@ def _selected(model: Any, rules: tuple[LayerRule, ...], targets: Targets | None,
                 raise ValueError(f"targets select {path}, which cannot be quantized: {refused[path]}")
     elif any(rule.op(found[path]) is not None for path, rule in by_path.items()):
         selected = [path for path, rule in by_path.items() if rule.op(found[path]) is not None]
+        if left := [path for path in selected if path in tied and not is_any(excluded, path)]:
+            raise ValueError(f"{left[0]} cannot be quantized: {refused[left[0]]}")
     else:
         are_routers = routers({path: rule.kernel(found[path]) for path, rule in by_path.items()})
         optional = {path for path, rule in by_path.items() if rule.refusal(found[path]) is not None} | are_routers
-        selected = [path for path in found if path not in optional and not is_head(path)]
+        selected = [path for path in found if path not in optional | tied and not is_head(path)]
     selected = [path for path in selected if not is_any(excluded, path)]
     if not selected:
-        left = {path: refused.get(path, "a head, an embedding or a router, or excluded") for path in found}
+        left = {path: refused.get(path, "a head, an embedding or a router, tied, or excluded") for path in found}
         raise nothing_to_convert(model, rules, left)
     return frozenset(selected)

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from .._jax.meshes import explicit_axes_of, sharding_of_product, with_automatic_axes
+from .._numerics.formats import Format
 from .._numerics.quantized_array import QuantizedArray
 from .._product.arguments import precision_of
 from .._product.contraction import AbstractContraction, DotContraction
@@ -63,6 +64,11 @@ class ServedKernel(eqx.Module):
     def text(self) -> str:
         """The layout, and where its scales come from."""
         return f"for inference: {self.layout}, {self.origin}"
+
+    @property
+    def storage(self) -> Format:
+        """The format of the data."""
+        return self.layout.format
 
     @property
     def recipe(self) -> Recipe | None:

@@ -24,6 +24,8 @@ class TokenMismatch(Printable, eqx.Module):
         k3: The mean of `exp(c) - 1 - c`, an estimate of `KL(sampled, trained)` for tokens that the sampling engine
             drew. It is never negative.
         ratio: The largest `exp(|c|)`, the importance ratio that clipping sees.
+        multiplicative_error: The mean of `exp(|c|)`, which NeMo RL reports as `token_mult_prob_error`: 1 if engines
+            agree.
         tokens: The number of tokens compared.
     """
 
@@ -32,6 +34,7 @@ class TokenMismatch(Printable, eqx.Module):
     k1: Float32[Array, ""]
     k3: Float32[Array, ""]
     ratio: Float32[Array, ""]
+    multiplicative_error: Float32[Array, ""]
     tokens: Float32[Array, ""]
 
     def flat(self, prefix: str = "serving") -> dict[str, Float32[Array, ""]]:
@@ -43,10 +46,10 @@ class TokenMismatch(Printable, eqx.Module):
         return {f"{prefix}/{name}": getattr(self, name) for name in TokenMismatch.__dataclass_fields__}
 
     def __rich__(self) -> Text:
-        numbers = {name: getattr(self, name) for name in ("mean", "largest", "k1", "k3", "ratio")}
+        numbers = {name: getattr(self, name) for name in TokenMismatch.__dataclass_fields__ if name != "tokens"}
         if any(isinstance(x, Tracer) or not eqx.is_array(x) for x in (self.tokens, *numbers.values())):
             return Text("traced or abstract: no numbers")
-        found = ", ".join(f"{name} {float(x):.3g}" for name, x in numbers.items())
+        found = ", ".join(f"{name.replace('_', ' ')} {float(x):.3g}" for name, x in numbers.items())
         return Text(f"{float(self.tokens):.0f} tokens: {found}")
 
 
@@ -74,6 +77,7 @@ def log_probability_mismatch(
 
     References:
         J. Schulman, "Approximating KL Divergence" (2020), k1 and k3, with `r = trained / sampled`.
+        NVIDIA, "Adding new models" in the guide to NeMo RL, the multiplicative error.
 
     Example:
         >>> found = log_probability_mismatch(jnp.array([-1.0, -2.0]), jnp.array([-1.01, -2.0]))
@@ -99,6 +103,8 @@ def log_probability_mismatch(
         k1=mean(-change),
         k3=mean(_k3(change)),
         ratio=jnp.exp(largest),
+        # Without the tokens that do not count, whose change is 0 and whose ratio 1.
+        multiplicative_error=mean(jnp.where(counts, jnp.exp(jnp.abs(change)), jnp.float32(0.0))),
         tokens=tokens,
     )
 

@@ -177,11 +177,6 @@ def _with_scales(name: str, op: Fp8DotGeneral | None, layout: ServedLayout) -> F
         raise ValueError(
             f"{name} has no training state, but layout={layout} takes the scales of {asked} from there; {remedy}"
         )
-    if op.recipe.is_stateful and op.state is None:
-        raise ValueError(
-            f"{name} has no state, although its recipe keeps one, and layout={layout} takes the scales of {asked} from "
-            "there: trainable(model) and an optimizer's state look like this. Give the model itself"
-        )
     for operand in layout.stored:
         quantization = op.recipe.uses[operand, "fprop"]
         if not quantization.scaling.stores_scale:

@@ -13,10 +13,10 @@ from .finding import (
     Finding as Finding,
     Problem as Problem,
     Remedy as Remedy,
-    Thresholds as Thresholds,
 )
 from .history import scale_ages as scale_ages
 from .log import StatisticsLog as StatisticsLog
 from .measure import quantization_statistics as quantization_statistics
 from .monitor import every as every
 from .result import ModelStatistics as ModelStatistics, OpStatistics as OpStatistics
+from .thresholds import Thresholds as Thresholds

@@ -17,7 +17,8 @@ from ..layers.walk import map_layers_in_stacks, named_ops, rule_of
 from ..recipes.catalog import by_name
 from ..recipes.recipe import Quantization, Recipe
 from ..recipes.scaling import DelayedScaling
-from .finding import SHORTER_HISTORY, Diagnosis, Finding, Remedy
+from ..recipes.scaling.amax_of_history import MaxOfHistory, MostRecent
+from .finding import HISTORY, Diagnosis, Finding, Remedy
 from .result import OPERANDS
 
 
@@ -103,11 +104,8 @@ def apply_remedies[M](
 
 
 def _changed(recipe: Recipe, finding: Finding) -> Recipe:
-    if finding.remedy is Remedy.SHORTER_HISTORY:
-        shorter = recipe.with_amax_history_length(SHORTER_HISTORY)
-        is_long = lambda scaling: isinstance(scaling, DelayedScaling) and scaling.amax_history_length > SHORTER_HISTORY
-        changed = {name: getattr(shorter, name) for name in OPERANDS if is_long(getattr(recipe, name).scaling)}
-        return dataclasses.replace(recipe, **changed)
+    if finding.remedy in (Remedy.SHORTER_HISTORY, Remedy.LONGER_HISTORY):
+        return _with_history(recipe, longer=finding.remedy is Remedy.LONGER_HISTORY)
     if finding.remedy is Remedy.SCALE_PER_ROW:
         return by_name("rowwise")
     if finding.remedy is Remedy.STANDARD_FORMATS:
@@ -121,6 +119,22 @@ def _changed(recipe: Recipe, finding: Finding) -> Recipe:
         return recipe
     wider = dataclasses.replace(of_operand, scaling=dataclasses.replace(scaling, margin=scaling.margin + 1))
     return dataclasses.replace(recipe, **{finding.operand: wider})
+
+
+def _with_history(recipe: Recipe, *, longer: bool) -> Recipe:
+    """A recipe whose shorter histories, or longer ones, have `HISTORY` steps; the scale looks back on all of a longer
+    one."""
+    changed: dict[str, Quantization] = {}
+    for name in OPERANDS:
+        of_operand: Quantization = getattr(recipe, name)
+        scaling = of_operand.scaling
+        if isinstance(scaling, DelayedScaling):
+            length = max(HISTORY, scaling.amax_history_length) if longer else min(HISTORY, scaling.amax_history_length)
+            scaling = dataclasses.replace(scaling, amax_history_length=length)
+            if longer and isinstance(scaling.amax_compute, MostRecent):
+                scaling = dataclasses.replace(scaling, amax_compute=MaxOfHistory())
+            changed[name] = dataclasses.replace(of_operand, scaling=scaling)
+    return dataclasses.replace(recipe, **changed)
 
 
 def _with_scales(op: Fp8DotGeneral, before: Fp8DotGeneral) -> Fp8DotGeneral:

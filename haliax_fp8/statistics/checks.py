@@ -20,11 +20,13 @@ from .conditions import (
     old_spike,
     outliers,
     saturation,
+    short_history,
     underflow,
 )
-from .finding import Finding, Problem, Remedy, Thresholds, Words
+from .finding import Finding, Problem, Remedy, Words
 from .kernels import UNUSUAL, foreign_state, moved_at_once
 from .operand import Operand, Seen
+from .thresholds import Thresholds
 
 
 type Condition = Callable[[list[Operand], Thresholds], Iterable[Seen]]
@@ -200,6 +202,21 @@ CHECKS: tuple[Check, ...] = (
         ),
         explains_layer=True,
     ),
+    Check(
+        Problem.SHORT_HISTORY,
+        short_history,
+        Words(
+            {
+                "largest": "amax {amax:.2g}, but the scale is made for {largest:.2g}",
+                "steps": (", the amax of the last step; ", ", the largest of the last {steps} steps; "),
+                **_SHARES,
+            },
+            {"history": "a history of {history} steps"},
+            "remember more steps, DelayedScaling(amax_history_length=16): a scale that has seen the largest amax does "
+            "not clip the next one",
+        ),
+        Remedy.LONGER_HISTORY,
+    ),
     *(
         Check(
             Problem.JUMP,
@@ -254,19 +271,36 @@ CHECKS: tuple[Check, ...] = (
         ),
         Remedy.SCALE_PER_ROW,
     ),
-    Check(
-        Problem.OUTLIERS,
-        outliers,
-        Words(
-            {
-                "kurtosis": "kurtosis {kurtosis:.0f} (a normal distribution has 3), and ",
-                "underflow_of_outliers": "{underflow_of_outliers:.1%} of the elements are flushed to zero: a few "
-                "elements or channels determine the scale of all",
-            },
-            {"kurtosis": "{kurtosis:g} and ", "underflow_of_outliers": "{underflow_of_outliers:.0%}"},
-            "scales per row or block confine outliers: rowwise, deepseek or mxfp8",
-        ),
-        Remedy.SCALE_PER_ROW,
+    *(
+        Check(
+            Problem.OUTLIERS,
+            partial(outliers, in_rows=in_rows),
+            Words(
+                {
+                    "kurtosis": "kurtosis {kurtosis:.0f} (a normal distribution has 3), and ",
+                    "underflow_of_outliers": "{underflow_of_outliers:.1%} of the elements are flushed to zero: a few ",
+                    "wide_rows": f"{few} determine the scale of all",
+                },
+                {"kurtosis": "{kurtosis:g} and ", "underflow_of_outliers": "{underflow_of_outliers:.0%}"},
+                advice,
+            ),
+            remedy,
+        )
+        for in_rows, few, advice, remedy in (
+            (
+                True,
+                "rows",
+                "scales per row or block confine outliers: rowwise, deepseek or mxfp8",
+                Remedy.SCALE_PER_ROW,
+            ),
+            (
+                False,
+                "channels, in {wide_rows:.0%} of the rows,",
+                "a scale per row does not confine what lies in every row: scales per block, mxfp8 or deepseek, or this "
+                "layer in high precision",
+                Remedy.HIGH_PRECISION,
+            ),
+        )
     ),
     Check(
         Problem.OLD_SPIKE,
@@ -304,7 +338,7 @@ CHECKS: tuple[Check, ...] = (
         Words(
             _UNDERFLOW,
             _LIMIT_OF_UNDERFLOW,
-            "this layer in high precision: each of its rows or blocks already has a scale",
+            "this layer in high precision: its rows or blocks have scales, or would gain nothing from them",
         ),
         Remedy.HIGH_PRECISION,
     ),

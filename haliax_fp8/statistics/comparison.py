@@ -352,8 +352,8 @@ def _twin(layer: Any, stack: tuple[hax.Axis, ...], rules: tuple[LayerRule, ...])
     slot = hax.named(jnp.zeros(tuple(axis.size for axis in axes), jnp.float32), axes)
     # In front, where the names do not count: as the weights of an ensemble.
     slot = jax.tree.map(lambda x: jnp.broadcast_to(x, (*members, *x.shape)), slot)
-    shape = kernel.init_op(named["current"], None, stack).kernel_shape if op is None else op.kernel_shape
-    return Twin(op, slot, shape)
+    known = kernel.init_op(named["current"], None, stack) if op is None else op
+    return Twin(op, slot, known.kernel_shape, known.kernel_first)
 
 
 def _is_twin(node: Any) -> bool:

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from .._numerics.formats import E2M1, E4M3, E5M2
 from ..recipes.scaling import CurrentScaling, DelayedScaling, StaticScaling
 from ..recipes.scaling.amax_of_history import MaxOfHistory, MostRecent, RecoveringMax
-from .finding import SHORTER_HISTORY, Thresholds
+from .finding import HISTORY
 from .operand import Operand, Seen
+from .thresholds import Thresholds
 
 
 # The scalings that give a tensor one scale.
@@ -51,6 +54,24 @@ def not_calibrated(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]
         yield Seen(operand, {"scale": 1.0, **everywhere, "amax": operand["amax"], **_shares(operand)}, limits)
 
 
+def short_history(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]:
+    """Operands that are clipped because their scale looks back on too few steps to have seen so large an amax."""
+    for operand in all:
+        history, scaling = operand.history, operand.quantization.scaling
+        if history is None or not isinstance(scaling, DelayedScaling) or not _is_clipped(operand, thresholds):
+            continue
+        length = 1 if isinstance(scaling.amax_compute, MostRecent) else scaling.amax_history_length
+        seen_by_scale = history.amaxes[-length:]
+        if length >= HISTORY or not isinstance(scaling.amax_compute, _FITS_NEWEST) or not seen_by_scale.all():
+            continue
+        # What grows in every step outgrows any history.
+        last = history.amaxes[history.amaxes > 0.0][-thresholds.growth_steps :]
+        grows = len(last) > 1 and bool((np.diff([*last, operand["amax"]]) > 0.0).all())
+        if operand["amax"] > seen_by_scale.max() and not grows:
+            past = {"largest": float(seen_by_scale.max()), "steps": length}
+            yield Seen(operand, {"amax": operand["amax"], **past, **_shares(operand)}, {"history": HISTORY})
+
+
 def jump(all: list[Operand], thresholds: Thresholds, *, of_gradient: bool, fits_next: bool) -> Iterable[Seen]:
     """Operands that are clipped because they are far larger than in any step that the history remembers: gradients or
     others, whose next scale fits or not."""
@@ -93,15 +114,22 @@ def saturation(all: list[Operand], thresholds: Thresholds, *, delayed: bool) -> 
             yield Seen(operand, seen, {"saturation": thresholds.saturation})
 
 
-def outliers(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]:
-    """Inputs and kernels with a few elements so large that one scale for all flushes others to zero."""
+def outliers(all: list[Operand], thresholds: Thresholds, *, in_rows: bool) -> Iterable[Seen]:
+    """Inputs and kernels with a few elements so large that one scale for all flushes others to zero; in a few rows, or
+    in so many that they are a channel."""
     limits = {"kurtosis": thresholds.kurtosis, "underflow_of_outliers": thresholds.underflow_of_outliers}
     for operand in all:
         if operand.name == "output_grad" or not isinstance(operand.quantization.scaling, _ONE_SCALE):
             continue
         if operand.amax_of_scale > thresholds.jump * operand["amax"]:
             continue  # The scale was made for other steps.
-        seen = {"kurtosis": operand["kurtosis"], "underflow_of_outliers": operand["underflow"]}
+        if (operand["wide_rows"] <= thresholds.wide_rows) != in_rows:
+            continue
+        seen = {
+            "wide_rows": operand["wide_rows"],
+            "kurtosis": operand["kurtosis"],
+            "underflow_of_outliers": operand["underflow"],
+        }
         if operand["kurtosis"] > thresholds.kurtosis and operand["underflow"] > thresholds.underflow_of_outliers:
             yield Seen(operand, seen, limits)
 
@@ -112,7 +140,7 @@ def old_spike(all: list[Operand], thresholds: Thresholds, *, is_long: bool) -> I
         history, scaling = operand.history, operand.quantization.scaling
         if not isinstance(scaling, DelayedScaling) or history is None or not _is_old_spike(operand, thresholds):
             continue
-        if (scaling.amax_history_length > SHORTER_HISTORY) == is_long:
+        if (scaling.amax_history_length > HISTORY) == is_long:
             past = {"largest": history.largest, "age": history.age, "amax": operand["amax"]}
             yield Seen(operand, {"underflow": operand["underflow"], **past}, {"underflow": thresholds.underflow})
 
@@ -121,13 +149,15 @@ def underflow(all: list[Operand], thresholds: Thresholds, *, gains_from_rows: bo
     """Operands flushed to zero by a scale that has another reason, or by values of their own."""
     for operand in _flushed(all, thresholds):
         has_one_scale, history = isinstance(operand.quantization.scaling, _ONE_SCALE), operand.history
+        is_of_other_steps = has_one_scale and operand.amax_of_scale > thresholds.jump * operand["amax"]
+        has_narrow_rows = has_one_scale and operand["wide_rows"] <= thresholds.wide_rows
         # A scale per row in FP8 improves on blocks in FP4, but not on blocks in FP8.
-        if (has_one_scale or operand.format == E2M1) != gains_from_rows:
+        if (is_of_other_steps or has_narrow_rows or operand.format == E2M1) != gains_from_rows:
             continue
         seen = {"underflow": operand["underflow"], "amax": operand["amax"]}
         if history is not None and history.newest > thresholds.jump * operand["amax"]:
             seen["fell_from"] = history.newest
-        elif has_one_scale and operand.amax_of_scale > thresholds.jump * operand["amax"]:
+        elif is_of_other_steps:
             seen["amax_of_scale"] = operand.amax_of_scale
         else:
             held = operand.format.dynamic_range

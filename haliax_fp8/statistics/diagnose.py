@@ -10,10 +10,11 @@ from ..layers.checks import require_model
 from ..layers.walk import all_ops
 from ..recipes.recipe import USES
 from .checks import CHECKS, FINITE
-from .finding import Diagnosis, Finding, Thresholds
+from .finding import Diagnosis, Finding
 from .measure import quantization_statistics
 from .operand import Operand, operands
 from .result import ModelStatistics
+from .thresholds import Thresholds
 
 
 def diagnose(model: Any, statistics: ModelStatistics, thresholds: Thresholds | None = None) -> Diagnosis:

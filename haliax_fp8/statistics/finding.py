@@ -1,16 +1,13 @@
-"""What `diagnose` takes and returns: thresholds; problems with the numbers that show them; and how they are printed."""
+"""What `diagnose` returns: problems with the numbers that show them; and how they are printed."""
 
 import dataclasses
 import enum
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .._numerics.checks import require_integer
 from .._printing import Printable, in_one_name, new_table, without_numbers
 from .result import numbered
 
@@ -22,6 +19,7 @@ class Problem(enum.Enum):
     NOT_CALIBRATED = "not calibrated"
     FORMATS_SWAPPED = "formats swapped"
     FOREIGN_STATE = "state of another layer"
+    SHORT_HISTORY = "history too short"
     JUMP = "jump"
     GROWTH = "growth"
     SATURATION = "saturation"
@@ -33,74 +31,20 @@ class Problem(enum.Enum):
     DEAD = "dead"
 
 
-SHORTER_HISTORY = 16
-"""How many steps are remembered after `Remedy.SHORTER_HISTORY`; shorter histories stay as they are."""
+HISTORY = 16
+"""How many steps are remembered after `Remedy.SHORTER_HISTORY` and `Remedy.LONGER_HISTORY`."""
 
 
 class Remedy(enum.Enum):
     """What `apply_remedies` can change in a model; `NONE` stands for what it cannot."""
 
     NONE = "none"
-    SHORTER_HISTORY = f"a history of {SHORTER_HISTORY} steps"
+    SHORTER_HISTORY = f"a history of {HISTORY} steps"
+    LONGER_HISTORY = f"the largest amax of {HISTORY} steps"
     MARGIN = "one more binade of margin"
     SCALE_PER_ROW = "the recipe rowwise"
     STANDARD_FORMATS = "E4M3 forward, E5M2 for output gradients"
     HIGH_PRECISION = "high precision"
-
-
-# Factors whose logarithm is taken or whose square is a divisor, and a number of steps.
-_POSITIVE = "kernel_jump", "kernel_mismatch", "growth_steps", "over_noise"
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Thresholds(Printable):
-    """Limits beyond which a number counts as a problem. All but `over_noise` are heuristics, chosen on small models.
-
-    An infinite limit turns its check off, except `over_noise`, which is a lower limit.
-
-    Args:
-        saturation: The share of clipped elements, where clipping costs more than rounding could.
-        underflow: The share of elements flushed to zero.
-        jump: How many times an amax may exceed the largest of its history.
-        kernel_jump: By what factor the amax of a kernel may change in one step; those of most kernels, by its root.
-        kernel_mismatch: The same, where earlier steps and other kernels change four times less.
-        growth: By what factor an amax may grow that grows in each of the last `growth_steps` steps.
-        growth_steps: See `growth`.
-        kurtosis: The kurtosis of inputs and kernels with one scale, if also `underflow_of_outliers` is exceeded.
-        underflow_of_outliers: The share of elements flushed to zero beside outliers.
-        over_noise: `|x| / (sqrt(3) |x - q|)` of output gradients should be at least this (arXiv:2505.19115).
-
-    Raises:
-        ValueError: If a limit is not a number, or must be positive and is not.
-    """
-
-    saturation: float = 0.001
-    underflow: float = 0.05
-    jump: float = 4.0
-    kernel_jump: float = 2.0
-    kernel_mismatch: float = 1.1
-    growth: float = 4.0
-    growth_steps: int = 8
-    kurtosis: float = 50.0
-    underflow_of_outliers: float = 0.01
-    over_noise: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_integer("growth_steps", self.growth_steps, of="Thresholds")
-        for field in dataclasses.fields(self):
-            value, usual = getattr(self, field.name), f"{field.default} is the default"
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
-                raise ValueError(f"{field.name}={value!r} of Thresholds must be a number; {usual}")
-            if field.name in _POSITIVE and value <= 0:
-                raise ValueError(f"{field.name}={value!r} of Thresholds must be positive; {usual}")
-
-    def __rich__(self) -> Table:
-        table = new_table("The values from which a number counts as a problem")
-        table.add_column("threshold", no_wrap=True)
-        table.add_column("value", justify="right", no_wrap=True)
-        for field in dataclasses.fields(self):
-            table.add_row(field.name, f"{getattr(self, field.name):g}")
-        return table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from ..recipes.scaling import DelayedScaling
 from ..recipes.scaling.amax_of_history import Percentile
-from .finding import Thresholds
 from .operand import Operand, Seen
+from .thresholds import Thresholds
 
 
 UNUSUAL = 4.0

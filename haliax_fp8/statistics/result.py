@@ -41,6 +41,8 @@ class OpStatistics(Printable, eqx.Module):
         dynamic_range: `log2(max |x| / min |x|)` over elements that are not zero, in bits. A format with one scale holds
             about 18 (E4M3) or 32 (E5M2) of them.
         kurtosis: `mean((x - mean)**4) / variance**2`: 3 for a normal distribution, large for one with outliers.
+        wide_rows: The share of rows (of a kernel, those of an output) whose amax is at least an eighth of the tensor's:
+            where it is large, as with an outlier channel, scales per row gain little.
         nonfinite: How many elements are infinite or NaN.
         active: The share of experts that have rows, of the input and output gradient of a layer of experts whose state
             is shared; else 1.
@@ -58,6 +60,7 @@ class OpStatistics(Printable, eqx.Module):
     norm: Float32[Array, "*stack 3"]
     dynamic_range: Float32[Array, "*stack 3"]
     kurtosis: Float32[Array, "*stack 3"]
+    wide_rows: Float32[Array, "*stack 3"]
     nonfinite: Float32[Array, "*stack 3"]
     active: Float32[Array, "*stack 3"]
     scale_age: Float32[Array, "*stack 3"] | None = None

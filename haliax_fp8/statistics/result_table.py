@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from .._printing import common_prefix
+from .thresholds import Thresholds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,6 @@ class Worst:
     nonfinite: float
 
 
-_SATURATION, _UNDERFLOW = 0.001, 0.01
-
-
 def verdict(operands: Iterable[Worst]) -> str:
     """What is worst, in a few words: the first line above the table."""
     all = list(operands)
@@ -58,24 +56,29 @@ def verdict(operands: Iterable[Worst]) -> str:
     reached = [x for x in all if not np.isnan(x.saturation)]
     if not reached:
         return f"the loss reaches none of {len(all)} operands"
-    clipped = [x.saturation for x in reached if x.saturation > _SATURATION]
-    flushed = [x.underflow for x in reached if x.underflow > _UNDERFLOW]
+    limits = Thresholds()
+    clipped = [x.saturation for x in reached if x.saturation > limits.saturation]
+    flushed = [x.underflow for x in reached if x.underflow > limits.underflow]
     bad = sum(x.nonfinite > 0 for x in reached)
     count, parts = f"of {len(reached)} operands", list[str]()
     if bad:
         parts.append(f"{bad} {count} {'holds' if bad == 1 else 'hold'} NaN or infinities")
     if clipped:
         verb = "saturates" if len(clipped) == 1 else "saturate"
-        parts.append(f"{len(clipped)} {count} {verb} by more than {_SATURATION:.1%} (the worst {max(clipped):.1%})")
+        parts.append(
+            f"{len(clipped)} {count} {verb} by more than {limits.saturation:.1%} (the worst {max(clipped):.1%})"
+        )
     else:
         at_all = any(x.saturation > 0.0 for x in reached)
-        parts.append("no operand saturates" + (f" by more than {_SATURATION:.1%}" if at_all else ""))
+        parts.append("no operand saturates" + (f" by more than {limits.saturation:.1%}" if at_all else ""))
     if flushed:
         verb = "underflows" if len(flushed) == 1 else "underflow"
         of_all = "" if clipped or bad else f" {count}"
-        parts.append(f"{len(flushed)}{of_all} {verb} by more than {_UNDERFLOW:.0%} (the worst {max(flushed):.1%})")
+        parts.append(
+            f"{len(flushed)}{of_all} {verb} by more than {limits.underflow:.0%} (the worst {max(flushed):.1%})"
+        )
     else:
-        parts.append(f"none underflows by more than {_UNDERFLOW:.0%}")
+        parts.append(f"none underflows by more than {limits.underflow:.0%}")
     if len(reached) < len(all):
         parts.append(f"the loss does not reach {len(all) - len(reached)}")
     return "; ".join(parts)

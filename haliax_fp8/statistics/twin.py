@@ -78,11 +78,13 @@ class Twin(eqx.Module):
         op: The op; None for a layer that both models compute in high precision.
         slot: `[*stack, COLUMNS]`, zeros in an element type whose gradients accumulate by maximum.
         kernel_shape: As of an op.
+        kernel_first: As of an op.
     """
 
     op: Fp8DotGeneral | None
     slot: hax.NamedArray
     kernel_shape: tuple[int, ...] | None = eqx.field(static=True)
+    kernel_first: bool | None = eqx.field(static=True)
 
     def __call__(
         self,
@@ -97,7 +99,7 @@ class Twin(eqx.Module):
         """Multiplies as `lax.dot_general` does; with the op in the converted model."""
         # How it is divided over devices is left to XLA: `vmap` has added an axis.
         del out_sharding
-        contraction = DotContraction.of(dimension_numbers, self.kernel_shape, lhs.shape, rhs.shape)
+        contraction = DotContraction.of(dimension_numbers, self.kernel_shape, lhs.shape, rhs.shape, self.kernel_first)
 
         def multiply(dot_general: Callable[..., Array], input: Array, kernel: Array) -> Array:
             both = contraction.ordered(input, kernel)

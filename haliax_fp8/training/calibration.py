@@ -13,7 +13,7 @@ from jax.core import Tracer
 from .._jax.errors import calls_users_function
 from .._state.op_state import AbstractOp, OpState, OverwriteWithGradient, is_state
 from ..layers.checks import require_model, require_whole_state, uncalibrated_operands, unrecorded_operands
-from ..layers.describe import with_calls_of
+from ..layers.describe import calls_of, with_calls_of
 from ..layers.walk import all_ops
 from .gradients import filter_grad
 from .loss import scalar_loss
@@ -84,7 +84,8 @@ def require_usable(batch: Any, name: str) -> None:
     arrays = [x for x in jax.tree.leaves(batch) if isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer)]
     numbers = [x for x in arrays if x.size and jnp.issubdtype(x.dtype, jnp.number)]
     floats = [x for x in numbers if jnp.issubdtype(x.dtype, jnp.floating)]
-    if any(bool((jnp.isnan(x) | jnp.isposinf(x)).any()) for x in floats):
+    # Not `isposinf`, which makes an infinity to compare with, and stops `jax_debug_infs`.
+    if any(bool((~jnp.isfinite(x) & ~(x < 0)).any()) for x in floats):
         raise ValueError(f"{name} holds NaN or infinities, whose amaxes are not recorded; calibrate on finite batches")
     if floats and not any(bool((x != 0).any()) for x in numbers):
         raise ValueError(f"{name} is zero everywhere, so scales would stay at 1; calibrate on batches of real data")
@@ -110,14 +111,13 @@ def recorded[M](model: M, gradients_of: Callable[[M], Any]) -> M:
 
     Args:
         model: A converted model; one without state is returned unchanged.
-        gradients_of: Computes the gradients of a model; only those of its state are used. It gets the model with
-            every product in high precision, recording what the state of its recipe needs.
+        gradients_of: Computes the gradients of a model, `with_next_states`; only those are used. It gets the model
+            with every product in high precision, recording what the state of its recipe needs.
     """
     if not fp8_states(model):
         return model
     require_whole_state(model, calibrating=True)
-    observed = _observed(model)
-    return _overwritten(model, observed, gradients_of(observed))
+    return _overwritten(model, gradients_of(_observed(model)))
 
 
 def fp8_states(model: Any) -> list[OverwriteWithGradient]:
@@ -128,7 +128,21 @@ def fp8_states(model: Any) -> list[OverwriteWithGradient]:
 # One function for all calls, so that a second calibration with the same loss does not compile again.
 @eqx.filter_jit
 def _gradients(model: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ...]) -> Any:
-    return filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(model)
+    return with_next_states(model, filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(model))
+
+
+def with_next_states[G](model: Any, gradients: G) -> G:
+    """Gradients with the states of the next step, to be called in the program that computes them.
+
+    The gradient of a layer that the loss does not reach is `-inf`, at which `jax_debug_infs` would stop outside.
+
+    Args:
+        model: The model.
+        gradients: Its gradients.
+    """
+    pairs = zip(fp8_states(model), fp8_states(gradients), strict=True)
+    new = iter([state.overwritten_by(gradient) for state, gradient in pairs])
+    return jax.tree.map(lambda node: next(new) if is_state(node) else node, gradients, is_leaf=is_state)
 
 
 def _observed[M](model: M) -> M:
@@ -136,13 +150,12 @@ def _observed[M](model: M) -> M:
     return jax.tree.map(lambda node: node.observed if _is_op(node) else node, model, is_leaf=_is_op)
 
 
-def _overwritten[M](model: M, observed: M, gradients: Any) -> M:
-    """The model with the state that the observed model's would have."""
-    pairs = zip(fp8_states(observed), fp8_states(gradients), strict=True)
-    new = iter([jax.tree.leaves(state.overwritten_by(gradient)) for state, gradient in pairs])
+def _overwritten[M](model: M, gradients: Any) -> M:
+    """The model with the states that the gradients of the observed model hold."""
+    new = iter([jax.tree.leaves(state) for state in fp8_states(gradients)])
     # The observed state's arrays, in a state that training updates.
     overwrite = lambda node: jax.tree.unflatten(jax.tree.structure(node), next(new)) if is_state(node) else node
-    return with_calls_of(jax.tree.map(overwrite, model, is_leaf=is_state), gradients)
+    return with_calls_of(jax.tree.map(overwrite, model, is_leaf=is_state), calls_of(gradients))
 
 
 _BATCHES = (

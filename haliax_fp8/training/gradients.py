@@ -15,6 +15,7 @@ from .._jax.errors import (
     is_about_linear_transpose,
     is_about_structure,
     is_about_sum,
+    names_max_grad,
 )
 from .._jax.max_grad import LOST_STATE, StateOutsideJit, is_max_grad, to_float32
 from .._jax.used import UsedArguments, depends_on, tagged
@@ -23,16 +24,17 @@ from .._product.quantized_kernel import QuantizedKernel
 from .._state.op_state import OpState, OverwriteWithGradient, is_state
 from .._state.update import complete_states, record_states, records_of_part
 from ..layers.checks import require_calibrated
-from ..layers.describe import with_calls, with_calls_of
+from ..layers.describe import calls_of, with_calls, with_calls_of
 from ..memory.in_scans import recomputing_in_scans
-from .step_arguments import require_model_first
+from .step_arguments import require_function, require_model_first
 
 
 @calls_users_function
 def differentiable[T](gradients_of: Callable[..., T], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> T:
     """The result of `gradients_of(*args, **kwargs)`, which is compiled if it is called outside of `jit`.
 
-    If it fails, the plain gradient is traced too: an error that it does not raise is about the type of state.
+    If it fails, and not with an error that names the type of state, the plain gradient is traced too: an error that it
+    does not raise is about that type.
 
     Args:
         gradients_of: Takes a gradient with state in `fp32_max_grad`.
@@ -48,7 +50,7 @@ def differentiable[T](gradients_of: Callable[..., T], plain: Callable[..., Any],
     except (NotDifferentiable, StateOutsideJit):
         raise
     except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
-        if not _is_about_state(plain, *args, **kwargs):
+        if not (names_max_grad(error) or _is_about_state(plain, *args, **kwargs)):
             raise
         raise ValueError(_explanation(error)) from error
 
@@ -70,7 +72,8 @@ def _in_one_program[T](gradients_of: Callable[..., T], *args: Any, **kwargs: Any
 
 _NAN = (
     "jax_debug_nans or jax_debug_infs found a NaN or an infinity in the gradient, but cannot locate it, because "
-    "gradients with FP8 state cannot run operation by operation. Look for it in restore_linear_layers(model)"
+    "gradients with FP8 state cannot run operation by operation. Look for it in restore_linear_layers(model). If it "
+    "has none, it is the -inf of a state that the loss does not reach: call apply_updates in the same jit"
 )
 
 
@@ -223,7 +226,7 @@ def with_complete_states[G](model: Any, gradients: G) -> G:
     flat = structure.flatten_up_to(gradients)
     indices = [i for i, leaf in enumerate(leaves) if _is_whole_table(leaf)]
     new = _replaced(flat, indices, complete_states([leaves[i] for i in indices], [flat[i] for i in indices]))
-    return with_calls_of(jax.tree.unflatten(structure, new), gradients)
+    return with_calls_of(jax.tree.unflatten(structure, new), calls_of(gradients))
 
 
 class _ValueAndGrad(eqx.Module):
@@ -293,6 +296,8 @@ def _value_and_grad(
     has_aux: bool,
     recompute_in_scans: bool,
 ) -> Callable[..., Any]:
+    require_function(function)
+    require_bool("has_aux", has_aux, of="filter_grad")
     require_bool("recompute_in_scans", recompute_in_scans, of="filter_grad")
     gradients_of = _ValueAndGrad(function, complete, has_aux, recompute_in_scans)
     plain = eqx.filter_grad(function, has_aux=has_aux)

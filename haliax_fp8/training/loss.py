@@ -14,7 +14,9 @@ from jax import lax
 
 from .._jax.max_grad import is_max_grad
 from .._jax.meshes import manual_axes
+from .._numerics.checks import require_bool
 from .gradients import filter_value_and_grad
+from .step_arguments import require_function
 from .updates import common_dtype, in_float32
 
 
@@ -36,8 +38,8 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
         A function with the same arguments and results.
 
     Raises:
-        ValueError: When called, if it is differentiated with respect to anything except its first argument, or inside
-            `shard_map`.
+        ValueError: If `loss_fn` is not a function, or `has_aux` not a bool; when called, if it is differentiated with
+            respect to anything except its first argument, or inside `shard_map`.
 
     Example:
         >>> def twice(layer, x):
@@ -47,6 +49,9 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
         >>> float(gradient.dot_general.amax_history("input")[0])
         3.0
     """
+
+    require_function(loss_fn)
+    require_bool("has_aux", has_aux, of="exact_gradients")
 
     @functools.wraps(loss_fn)
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:

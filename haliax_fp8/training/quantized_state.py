@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import equinox as eqx
-import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +21,7 @@ from .._numerics.checks import require_integer
 from .._numerics.formats import E4M3
 from .._numerics.rounding import hashed, random_bits
 from .._printing.printable import Printable, new_table
+from ..layers.roles import is_embedding
 from ..layers.walk import path_string
 
 
@@ -30,6 +30,9 @@ BLOCK = 128
 
 # Beyond this, values in a block differ so little that float32's own rounding counts.
 _MAX_EXPONENT = 16.0
+
+# The largest number whose square float32 holds.
+_SQUARE_ROOT_OF_MAX = np.nextafter(np.float32(2.0**64), np.float32(0.0))
 
 # Each mini-step adds to these; they are zero again after an update.
 _SUMS = ("acc_grads", "grad_acc")
@@ -114,8 +117,8 @@ def quantized_state(
 
     Args:
         optimizer: Any Optax optimizer, also one made of `optax.chain`, `optax.masked` or `optax.multi_transform`; it
-            can be inside these too. It gets gradients and parameters in float32; its updates are cast to the dtype of
-            the gradients.
+            can be inside these too. It gets gradients and parameters in float32, finite gradients up to 1.8e19, whose
+            square float32 holds; its updates are cast to the dtype of the gradients.
         min_size: Moments of parameters with fewer elements stay in float32.
         where: `where(path, parameter)`, with a path such as `"layers.0.weight"`, says whether the moments of a
             parameter may be in FP8. By default all may except those of `haliax.nn.Embedding` and
@@ -143,6 +146,10 @@ def quantized_state(
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ValueError(f"optimizer={optimizer!r} of quantized_state is not an optimizer; use optax.adamw(1e-3)")
     require_integer("min_size", min_size, "quantized_state")
+    if min_size < 0:
+        raise ValueError(
+            f"min_size={min_size} of quantized_state is negative; 0 leaves no moment in float32 for its size"
+        )
     if where is not None and not callable(where):
         raise ValueError(f"where={where!r} of quantized_state must be a function of path and parameter, or None")
     inner = optax.with_extra_args_support(optimizer)
@@ -169,7 +176,7 @@ def quantized_state(
             )
         dtypes = jax.tree.map(lambda x: x.dtype, updates)
         wide = None if params is None else optax.tree.cast(params, jnp.float32)
-        updates = optax.tree.cast(updates, jnp.float32)
+        updates = jax.tree.map(_square_is_finite, optax.tree.cast(updates, jnp.float32))
         of = lambda state: inner.update(updates, state.dequantize(), wide, **extra)
         # XLA keeps in memory what is computed once and read several times, which would be all new moments in float32.
         # So each reduction and the rest have their own copy of the optimizer's arithmetic, and XLA computes it in two
@@ -213,6 +220,16 @@ def with_moments_of(optimizer: Any, opt_state: Any, params: Any) -> Any:
         ) from error
 
 
+def _square_is_finite(gradient: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """A gradient within the numbers whose squares are finite; infinities and NaN as they are.
+
+    A second moment that is infinite would take its block along. Saturated itself, it would be too small for the first
+    moment: updates of 1e10 learning rates follow from a gradient of 1e30.
+    """
+    limit = _SQUARE_ROOT_OF_MAX
+    return jnp.where(jnp.isfinite(gradient), lax.clamp(-limit, gradient, limit), gradient)
+
+
 class _Leaf(NamedTuple):
     """What becomes of an array of the state.
 
@@ -251,7 +268,6 @@ def _planned(
     start: Callable[[Any], Any], params: Any, min_size: int, where: Callable[[str, Any], bool] | None
 ) -> tuple[list[_Leaf], Any]:
     """What becomes of each array of the state that `start` makes, and the state's structure."""
-    is_embedding = lambda node: isinstance(node, hnn.Embedding | eqx.nn.Embedding)
     nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_embedding)[0]
     embeddings = tuple(path for path, node in nodes if is_embedding(node))
     parameters = {tuple(path): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
@@ -260,7 +276,13 @@ def _planned(
         if x.size < min_size:
             return f"fewer than min_size={min_size} elements"
         if where is not None:
-            return None if where(path_string(path), x) else "left out by where"
+            is_chosen = where(path_string(path), x)
+            if not isinstance(is_chosen, bool | np.bool_):
+                raise ValueError(
+                    f"where of quantized_state returned {is_chosen!r} for {path_string(path)!r}; it must return True "
+                    "for a parameter whose moments may be in FP8, or False"
+                )
+            return None if is_chosen else "left out by where"
         return "an embedding" if any(path[: len(one)] == one for one in embeddings) else None
 
     def planned(path: tuple[Any, ...], x: Any, value: float | None) -> _Leaf:
@@ -334,7 +356,8 @@ def _reduced(reduction: Callable[[Array], Array], state: QuantizedState, new: An
 
 
 def _largest(magnitude: Float32[Array, "*blocks block"]) -> Float32[Array, "*blocks"]:
-    return jnp.max(magnitude, axis=-1)
+    """As bits, in which NaN is larger than any number: some versions of XLA leave it out of a maximum on CPUs."""
+    return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(magnitude, jnp.uint32), axis=-1), jnp.float32)
 
 
 def _smallest(magnitude: Float32[Array, "*blocks block"]) -> Float32[Array, "*blocks"]:

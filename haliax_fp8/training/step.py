@@ -22,11 +22,12 @@ from ..layers.checks import (
     check_not_modified,
     require_calibrated,
     require_model,
+    require_whole_model,
     require_whole_state,
     tables_on_host,
 )
 from ..layers.config import Fp8Config, default_rules
-from ..layers.describe import describe, recipes_of
+from ..layers.describe import Calls, calls_of, describe, recipes_of, with_calls_of
 from ..layers.quantized_kernels import quantize_kernels, require_no_quantized_kernels
 from ..layers.rule import LayerRule
 from ..layers.served import require_weights
@@ -34,7 +35,7 @@ from ..layers.walk import all_ops, is_op
 from ..recipes.compiler_options import log_cost_of_flags, training_options
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import DelayedScaling
-from .calibration import recorded, require_recorded, require_usable
+from .calibration import recorded, require_recorded, require_usable, with_next_states
 from .microbatches import (
     BatchGradients,
     KernelQuantization,
@@ -48,6 +49,7 @@ from .monitor import CountedState, Monitor, counted
 from .step_arguments import (
     require_call,
     require_choices,
+    require_labels_not_called,
     require_loss_and_optimizer,
     require_not_deleted,
     require_order,
@@ -154,9 +156,10 @@ class TrainStep(eqx.Module):
         Raises:
             ValueError: If a step could not train the model: it was made by `serving.quantize_for_inference`, its state
                 was changed or is in another part, or it has quantized kernels; or if `parameter_rounding` is stochastic
-                and it has no parameters in bfloat16, or some in float16.
+                and it has no parameters in bfloat16, or some in float16; or if the optimizer has a tree of labels
+                that Optax calls, because it is a model.
         """
-        require_model(model, "step.init(model)")
+        require_whole_model(model, "step.init(model)")
         require_weights(model, "model", "Train the model that it was made from")
         if _logger.isEnabledFor(logging.INFO) and not is_op(model):
             _logger.info(describe(model).summary)
@@ -167,7 +170,11 @@ class TrainStep(eqx.Module):
             require_bfloat16(model, "model", f"{self._given_rounding} is for bfloat16 parameters")
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
-        opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
+        try:
+            opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
+        except Exception as error:
+            require_labels_not_called(error)
+            raise
         return opt_state if self.monitor is None else counted(opt_state)
 
     def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
@@ -272,11 +279,15 @@ class TrainStep(eqx.Module):
         due = self.monitor if self.monitor is not None and self.monitor.is_due(int(opt_state.steps)) else None
         try:
             step = self._without_monitor if due is None else self
-            new, new_structure, metrics, measured = compiled((step, inputs), leaves, structure)
+            new, new_optimizer, calls, metrics, measured = compiled((step, inputs), leaves, structure)
         except RuntimeError as error:
             require_not_deleted(error, model=model, opt_state=opt_state, batch=batch)
             raise
-        model, optimizer_state = jax.tree.unflatten(new_structure, new)
+        # What is static in a compiled step is that of the first model: a model's reasons are those that it came with.
+        of_model, _ = structure.children()
+        count = of_model.num_leaves
+        model = with_calls_of(jax.tree.unflatten(of_model, new[:count]), calls)
+        optimizer_state = jax.tree.unflatten(new_optimizer, new[count:])
         if due is not None:
             metrics = metrics | due.metrics(measured, due.prefix)
         is_counted = isinstance(opt_state, CountedState)
@@ -326,10 +337,15 @@ def _checked_ops(structure: Any) -> _Ops:
     return _Ops(tuple(recipes_of(model)), tuple(position for position in tables if position is not None))
 
 
-def _run(
+def fp8_train_step(
     not_donated: tuple[TrainStep, StepInput], leaves: list[Any], structure: Any
-) -> tuple[list[Any], Any, Metrics, Any]:
-    """One step. Model and optimizer state are flat: Equinox would flatten and rebuild the trees several times."""
+) -> tuple[list[Any], Any, Calls, Metrics, Any]:
+    """One step. Model and optimizer state are flat: Equinox would flatten and rebuild the trees several times.
+
+    Returns:
+        The leaves of the new model and optimizer state, the structure of the latter, what is known of calls, metrics,
+        and the monitor's measurements.
+    """
     step, inputs = not_donated
     model, opt_state = jax.tree.unflatten(structure, leaves)
     batch_gradients, measured = _gradients(step, inputs, model)
@@ -346,7 +362,8 @@ def _run(
         metrics["aux"] = batch_gradients.aux
     key = inputs.key if step.parameter_rounding.needs_key else None
     model = apply_exact_updates(model, updates, batch_gradients.overwrites, key)
-    return *jax.tree.flatten((model, opt_state)), metrics, measured
+    leaves, of_optimizer = jax.tree.flatten(opt_state)
+    return [*jax.tree.leaves(model), *leaves], of_optimizer, calls_of(batch_gradients.overwrites), metrics, measured
 
 
 def _output_grad_amax_ratio(model: Any, overwrites: Any) -> Metrics:
@@ -367,13 +384,13 @@ def _step(donate: bool, options: tuple[tuple[str, bool], ...]) -> Callable[..., 
     """The compiled step. One for all instances, so that equal ones share compiled code."""
     # `jax.jit` accepts it, but Equinox's types do not declare it.
     for_jax: dict[str, Any] = {"compiler_options": dict(options)}
-    return eqx.filter_jit(_run, donate="all-except-first" if donate else "none", **for_jax)
+    return eqx.filter_jit(fp8_train_step, donate="all-except-first" if donate else "none", **for_jax)
 
 
 @eqx.filter_jit
 def _overwrites(not_donated: tuple[TrainStep, StepInput], model: Any) -> Any:
-    """The part of a step's gradients that replaces state."""
-    return _gradients(*not_donated, model)[0].overwrites
+    """The part of a step's gradients that replaces state, with the states of the next step."""
+    return with_next_states(model, _gradients(*not_donated, model)[0].overwrites)
 
 
 def _gradients(step: TrainStep, inputs: StepInput, model: Any) -> tuple[BatchGradients, Any]:

@@ -1,6 +1,7 @@
 """Checks of a training step's arguments, with errors that name the argument and the remedy."""
 
 import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -37,8 +38,7 @@ def require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
             f"loss_fn is a {type(loss_fn).__name__}, a model; use TrainStep(loss_fn, optimizer), with a function that "
             "is called as loss_fn(model, *batch), and give the model to each step"
         )
-    if not callable(loss_fn):
-        raise ValueError(f"loss_fn={loss_fn!r} is not a function; give one that is called as loss_fn(model, *batch)")
+    require_function(loss_fn)
     if optimizer is None:
         raise ValueError("optimizer is missing; use one from optax: TrainStep(loss_fn, optax.adamw(1e-3))")
     if not is_optimizer(optimizer):
@@ -46,6 +46,12 @@ def require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
         raise ValueError(
             f"optimizer={optimizer!r} is not an optimizer{called}; use one from optax, such as optax.adamw(1e-3)"
         )
+
+
+def require_function(loss_fn: Any) -> None:
+    """Raises a ValueError unless a loss is a function."""
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn={loss_fn!r} is not a function; give one that is called as loss_fn(model, *batch)")
 
 
 def require_model_first(model: Any, loss_fn: Any, call: str) -> None:
@@ -154,6 +160,28 @@ def require_fit(loss_fn: Callable[..., Any], batch: tuple[Any, ...], remedy: str
             f"loss_fn cannot be called with a model and a batch of {len(batch)} argument{'s'[: len(batch) != 1]}: "
             f"{error}. {remedy}"
         ) from error
+
+
+def require_labels_not_called(error: Exception) -> None:
+    """Raises a ValueError that names the remedy, if Optax called a tree of labels: one like a model is a model itself.
+
+    Args:
+        error: What the optimizer's `init` raised.
+    """
+
+    def is_model_of_labels(x: Any) -> bool:
+        leaves = jax.tree.leaves(x) if isinstance(x, eqx.Module) and callable(x) else ()
+        return bool(leaves) and not any(map(_is_array, leaves))
+
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if not frame.f_globals.get("__name__", "").startswith("optax."):
+            continue
+        for name, value in frame.f_locals.items():
+            if is_model_of_labels(value):
+                raise ValueError(
+                    f"{name}, a tree with the structure of the model, is a {type(value).__name__}, and Optax calls it: "
+                    f"pass `lambda _: labels`, where labels is that tree"
+                ) from error
 
 
 def require_not_deleted(error: RuntimeError, **given: Any) -> None:

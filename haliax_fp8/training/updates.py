@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from haliax.quantization import CustomGradientAccumulation
+from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from .._numerics.keys import require_single_key
@@ -28,8 +29,9 @@ from ..layers.checks import (
     require_whole_state,
     table_on_host,
 )
-from ..layers.describe import with_calls_of
+from ..layers.describe import calls_of, with_calls_of
 from ..layers.quantized_kernels import require_no_quantized_kernels, without_quantized_kernels
+from ..layers.walk import named_ops
 from .quantized_state import with_moments_of
 
 
@@ -189,7 +191,8 @@ def _applied(
         raise
     states = new_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
     fill = lambda node: states[node.index] if isinstance(node, _Pending) else node
-    return with_calls_of(jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending)), overwrites)
+    filled = jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending))
+    return with_calls_of(filled, calls_of(overwrites))
 
 
 def _require_range(name: str, state: OpState, overwrite: OpState) -> None:
@@ -277,6 +280,14 @@ def _require_structure_of(module: Any, name: str, tree: Any, cause: Exception) -
             "gradients of this model, and initialise the optimizer with the second part of "
             "partition_for_grad_overwrite(model)"
         ) from cause
+    for (path, ours), (_, theirs) in zip(named_ops(module), named_ops(tree), strict=False):
+        for a, b in zip(ours.recipe.operands, theirs.recipe.operands, strict=True):
+            if a != b:
+                raise ValueError(
+                    f"{name} are of a model with another recipe: at {path!r} they have {b.format.name} "
+                    f"{b.scaling!r}, and the model has {a.format.name} {a.scaling!r}. Take them from the gradients of "
+                    "this model"
+                ) from cause
 
 
 def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
@@ -321,11 +332,11 @@ def incremental_update[M](new: M, old: M, step_size: Any) -> M:
     Args:
         new: The model after a step. The result has its state, and all else that is not trained.
         old: The average so far, with the same structure; at first the model itself.
-        step_size: How far the average moves towards `new`: 1 minus the decay.
+        step_size: How far the average moves towards `new`, from 0 to 1: 1 minus the decay.
 
     Raises:
-        ValueError: If the models do not have the same structure, or anything but its own update changed the state of
-            `new`.
+        ValueError: If the models do not have the same structure, if anything but its own update changed the state of
+            `new`, or if `step_size` is not a number from 0 to 1, or one that is traced.
 
     Example:
         >>> model = fp8_linear_layers(model)
@@ -333,6 +344,7 @@ def incremental_update[M](new: M, old: M, step_size: Any) -> M:
         >>> average.layers[0].dot_general.state is model.layers[0].dot_general.state
         True
     """
+    _require_share("step_size", step_size)
     for name, model in (("new", new), ("old", old)):
         require_model(model, "incremental_update(new, old, step_size)", name)
         require_no_quantized_kernels(model, name)
@@ -344,6 +356,17 @@ def incremental_update[M](new: M, old: M, step_size: Any) -> M:
         _require_structure_of(trained, "the arrays of old", average, error)
         raise
     return eqx.combine(moved, new)
+
+
+def _require_share(name: str, value: Any) -> None:
+    if isinstance(value, Tracer):
+        return
+    is_number = eqx.is_array_like(value) and np.asarray(value).dtype.kind not in "bc"
+    if not (is_number and bool(((np.asarray(value) >= 0) & (np.asarray(value) <= 1)).all())):
+        raise ValueError(
+            f"{name}={value!r} of incremental_update must be a number from 0 to 1, how far the average moves towards "
+            "the new model; for a decay of 0.99 use step_size=0.01"
+        )
 
 
 def trainable[M](model: M) -> M:

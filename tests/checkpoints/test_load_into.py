@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import functools
 import json
+import os
 import pathlib
 import zlib
 
@@ -24,7 +25,7 @@ from full_disk import full_disk
 from helpers import unchecked
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from haliax_fp8 import DelayedScaling, Fp8DotGeneral, Recipe, TrainStep, calibrate, fp8_linear_layers
+from haliax_fp8 import DelayedScaling, Fp8DotGeneral, Recipe, TrainStep, calibrate, fp8_linear_layers, training
 from haliax_fp8._state.op_state import OpState
 from haliax_fp8._state.table import guarded
 from haliax_fp8.checkpoints import load_into, save
@@ -353,6 +354,13 @@ def test_strict_says_where_only_the_state_of_the_optimizer_differs(tmp_path):
         with pytest.raises(ValueError, match=rf"{start}.*: {what}.*\. {remedy}"):
             load_into((model, state(optimizer)), tmp_path / "run.safetensors", strict=True)
     assert load_into((model, state(adam)), tmp_path / "run.safetensors", strict=True)[1].is_complete
+    quantized = training.quantized_state(adam, min_size=1)
+    remedy = r".*quantized_state differs, load the saved kind and pass it to transfer_optimizer_state"
+    with pytest.raises(ValueError, match=rf"(?s){start}.*{remedy}"):
+        load_into((model, state(quantized)), tmp_path / "run.safetensors", strict=True)
+    (loaded, moments), report = load_into((model, state(quantized)), tmp_path / "run.safetensors")
+    assert eqx.tree_equal(loaded, model) and eqx.tree_equal(moments, state(quantized))
+    assert all(name.startswith("1.") for name in (*report.fresh, *report.unused))
     # Where the model differs too, or there is no such state, the message is not about the optimizer.
     half = eqx.tree_at(lambda m: m.up.bias, model, jnp.ones(4, jnp.bfloat16))
     for tree, what in (((half, state(optax.sgd(1e-3))), "0.up.bias changed"), ((model, None), "1.0.count")):
@@ -397,8 +405,8 @@ def test_a_part_that_stays_new_is_left_out_of_the_load(tmp_path):
     assert eqx.tree_equal(loaded.layers, (old.layers[0], new.layers[1]))
 
 
-def test_a_fresh_weight_beside_an_unused_entry_is_an_error(tmp_path):
-    """Unless it is asked for: the two may be one weight, whose name has changed."""
+def test_a_weight_that_the_checkpoint_lacks_is_an_error(tmp_path):
+    """Unless it is asked for: the model would go on with numbers that nobody trained."""
     old, new = made("delayed 8", 1), made("current", 2)
     arrays = arrays_of(old)
     renamed = {("up_proj.weight" if name == "up.weight" else name): array for name, array in arrays.items()}
@@ -408,9 +416,15 @@ def test_a_fresh_weight_beside_an_unused_entry_is_an_error(tmp_path):
     loaded, report = load_into(new, renamed, allow_fresh_weights=True)
     assert list(report.fresh) == ["up.weight"] and "up_proj.weight" in report.unused
     np.testing.assert_array_equal(loaded.up.weight, new.up.weight)
-    # A weight alone, or entries alone; state that is unused, or fresh; an optimizer's state that is fresh.
     missing = {name: array for name, array in arrays.items() if name != "up.weight"}
-    assert list(load_into(new, missing)[1].fresh) == ["up.weight"] and len(load_into(new, missing)[1].unused) == 3
+    empty = tmp_path / "empty.safetensors"
+    empty.write_bytes(file_of({}))
+    for lacking, what in ((missing, "up.weight: if"), (empty, "q.weight; q.bias; .*1 more: if")):
+        with pytest.raises(ValueError, match=f"has nothing for {what} it is to stay"):
+            load_into(new, lacking)
+    report = load_into(new, missing, allow_fresh_weights=True)[1]
+    assert list(report.fresh) == ["up.weight"] and len(report.unused) == 3
+    # Entries alone; state that is unused, or fresh; an optimizer's state that is fresh.
     assert load_into(made("static", 2), arrays | {"old": np.ones(3)})[1].unused == ("old",)
     moments = lambda model, optimizer: (model, optimizer.init(eqx.filter(model.up.weight, eqx.is_array)))
     save(tmp_path / "run.safetensors", moments(old, optax.trace(0.9)))
@@ -486,6 +500,10 @@ def test_files_of_equinox_without_names(tmp_path):
     (tmp_path / "cut.eqx").write_bytes(content[:-5])
     with pytest.raises(ValueError, match="(?s)cut.eqx was not made from .* or is cut off"):
         load_into(into, tmp_path / "cut.eqx", made_from=model)
+    with pytest.raises(ValueError, match="(?s)old.eqx was not made from .*more arrays than made_from has leaves"):
+        load_into(into, tmp_path / "old.eqx", made_from=[])
+    with pytest.raises(ValueError, match="made_from is the class MLP, but must be an instance"):
+        load_into(into, tmp_path / "old.eqx", made_from=eqx.nn.MLP)
     (tmp_path / "no.eqx").write_bytes(b"not NumPy's")
     with pytest.raises(ValueError, match="(?s)no.eqx was not made from"):
         load_into(into, tmp_path / "no.eqx", made_from=model)
@@ -509,6 +527,12 @@ def test_paths_that_are_no_checkpoint(tmp_path):
         load_into(model, tmp_path / "bad.safetensors")
     with pytest.raises(ValueError, match="path is of type int, not a file"):
         load_into(model, 3)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(ValueError, match=r"path='.*pipe.safetensors' cannot be read: .*a pipe or a device"):
+        load_into(model, tmp_path / "pipe.safetensors")
+    for wrong in ("strict", "allow_fresh_weights"):
+        with unchecked(), pytest.raises(ValueError, match=f"{wrong}='no' of load_into must be True or False"):
+            load_into(model, {}, **{wrong: "no"})
 
 
 def test_folders_that_are_no_checkpoint_are_told_apart(tmp_path, monkeypatch):
@@ -776,7 +800,9 @@ def test_recipes_without_state_are_compared_too(tmp_path):
         assert set(report.changed) == set(recorded["ops"]) and report.changed["0.up.dot_general"].startswith(what)
         assert load_into(other, arrays_of(run["current"]), strict=True)[1].is_complete
     # A layer that only one of them has is not one whose recipe has changed.
-    report = load_into({"up": run["current"][0].up, "new": run["current"][0].q}, arrays_of({"up": model.up}))[1]
+    report = load_into(
+        {"up": run["current"][0].up, "new": run["current"][0].q}, arrays_of({"up": model.up}), allow_fresh_weights=True
+    )[1]
     assert not report.changed
 
 
@@ -794,10 +820,19 @@ def test_amaxes_of_gradients_follow_the_number_of_microbatches(tmp_path):
     assert report.changed == {"dot_general.state.table": what}
     with pytest.raises(ValueError, match=f"strict=True.*{what}.*as many microbatches"):
         load_into(start, path, strict=True, microbatches=4)
-    for n in (1, None):
-        assert load_into(start, path, strict=True, microbatches=n)[1].is_complete
+    report = load_into(start, path, strict=True, microbatches=1)[1]
+    assert report.is_complete and not report.not_compared
+    with pytest.raises(ValueError, match="strict=True, and the run was saved with microbatches=1, while load_into got"):
+        load_into(start, path, strict=True)
     save(path, model[4])
-    assert load_into(start, path, strict=True, microbatches=1)[1].is_complete
+    for n, who in ((1, "save got"), (None, "save and load_into got")):
+        report = load_into(start, path, strict=True, microbatches=n)[1]
+        assert (
+            report.is_complete and who in report.not_compared and report.not_compared in " ".join(str(report).split())
+        )
+    current = fp8_linear_layers(plain, recipe="current")
+    save(path, current)
+    assert not load_into(current, path, strict=True)[1].not_compared
     for wrong in (0, 2.5, True):
         for call in (lambda n: save(path, model[1], microbatches=n), lambda n: load_into(start, path, microbatches=n)):
             with (
@@ -1113,7 +1148,8 @@ def test_safetensors_of_an_unknown_type_are_refused(tmp_path):
 
 def test_a_safetensors_file_may_be_replaced_while_it_is_read(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(file_of({"a": np.arange(4, dtype=np.float32)}))
-    opened = open_file(tmp_path / "x.safetensors")
+    with (tmp_path / "x.safetensors").open("rb") as file:
+        opened = open_file(tmp_path / "x.safetensors", file)
     (tmp_path / "new").write_bytes(file_of({"a": np.zeros(4, np.float32)}))
     (tmp_path / "new").replace(tmp_path / "x.safetensors")
     assert opened.read({"a": None})["a"].tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -1,5 +1,6 @@
 """The command line: what it prints, what it exits with, and that it says in one line what is wrong."""
 
+import argparse
 import dataclasses
 import importlib
 import importlib.metadata
@@ -19,8 +20,12 @@ import pytest
 import haliax_fp8 as fp8
 from haliax_fp8._cli.demo import demo_by_name, demo_step, demos
 from haliax_fp8._cli.main import main
+from haliax_fp8._cli.preflight import demo_config
+from haliax_fp8.layers.describe import reasons_of_layers
 from haliax_fp8.preflight import compilable_devices
+from haliax_fp8.preflight.compile import Traced, make_mesh
 from haliax_fp8.preflight.compilers import NVIDIA
+from haliax_fp8.preflight.devices import as_compilable
 from haliax_fp8.preflight.render import operations
 
 
@@ -403,7 +408,7 @@ def test_devices(capsys):
             recipe for recipe in fp8.recipes.named if fp8.recipes.supported(recipe, name).is_native
         ]
     assert rows["local"]["kind"] == f"{len(jax.devices())} × cpu" and rows["local"]["preflight"] == "ready"
-    assert rows["mi300x"]["preflight"] == "unsupported"
+    assert rows["mi300x"]["preflight"] == "cannot compile for it"
     assert run("devices") == 0
     out = capsys.readouterr().out
     assert "all but deepseek" in out and "NVIDIA H100" in out
@@ -439,6 +444,20 @@ def test_a_demo_has_the_published_number_of_parameters(name):
     count = sum(leaf.size for leaf in jax.tree.leaves(args[0]))
     # The published figures have three digits.
     assert abs(count / PARAMETERS[name] - 1) < 0.005
+
+
+@pytest.mark.parametrize("name", demos)
+def test_a_demo_follows_the_guide(name):
+    """Its head stays in bf16, and its step is a `TrainStep` whose options count."""
+    options = argparse.Namespace(recipe="delayed", exclude=["*.key"])
+    config = demo_config(demo_by_name(name), options)
+    step, args = demo_step(demo_by_name(name), layers=1, tokens=64, length=32, stacking="scan", config=config)
+    reasons = reasons_of_layers(args[0])
+    assert reasons.pop("head", "a tied head")[:16] in ("excluded by 'hea", "a tied head")
+    assert any(path.endswith(".key") for path in reasons)
+    if name == "gpt2":
+        local = make_mesh(as_compilable("local"), None, None)
+        assert Traced.of(step, args, mesh=local, shardings=None).train_steps == {False}
 
 
 def test_a_demo_holds_no_array():

@@ -23,10 +23,10 @@ from full_disk import full_disk
 from helpers import run_example
 from rich.console import Console
 
+from examples.generate import generate, printable
 from examples.train_lm import checkpoint, corpus, report, run, train
 from examples.train_lm.layout import make_layout
 from examples.train_lm.options import model_config, parse_options
-from examples.train_lm.sample import generate, printable
 from haliax_fp8 import TrainStep, describe, fp8_linear_layers
 from haliax_fp8.models import Transformer, TransformerConfig
 
@@ -347,14 +347,21 @@ def test_greedy_sample_is_the_likeliest_continuation():
     config = TransformerConfig(layers=2, hidden=16, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=32, max_length=12)
     model = eqx.filter_jit(Transformer.init)(config, key=jax.random.key(0))
     prompt = jnp.array([1, 2, 3], jnp.int32)
-    got = generate(model, prompt, count=14, temperature=0.0, key=jax.random.key(0))
+    got = generate(model, prompt, count=14).tolist()
     logits = eqx.filter_jit(lambda model, tokens: model(tokens).array)
     written = [1, 2, 3]
     for _ in range(14):
         window = written[-config.max_length :]
         padded = jnp.zeros(config.max_length, jnp.int32).at[: len(window)].set(jnp.array(window))
         written.append(int(jnp.argmax(logits(model, hax.named(padded, "position"))[len(window) - 1])))
-    assert got.tolist() == written[3:]
+    assert got == written[3:]
+    # Sampled nearly without chance; and by chance.
+    assert generate(model, prompt, count=14, temperature=1e-5, key=jax.random.key(1)).tolist() == got
+    drawn = [generate(model, prompt, count=14, temperature=1.0, key=jax.random.key(i)).tolist() for i in range(2)]
+    assert got != drawn[0] != drawn[1]
+    # The text ends with the first of the tokens that end it, wherever it comes, and in the prompt none does.
+    for end in (got[0], got[4]):
+        assert generate(model, prompt, count=14, stop=(1, end)).tolist() == got[: got.index(end) + 1]
 
 
 # --- Report -----------------------------------------------------------------------------------------------------------

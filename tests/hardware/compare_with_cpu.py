@@ -246,18 +246,22 @@ def computed_on(device: jax.Device, compute: Callable[[jax.Device], Any]) -> lis
         return [np.asarray(x) for x in leaves if eqx.is_array(x) and x.dtype != float0]
 
 
-def compare(chosen: Iterator[Case], accelerator: jax.Device) -> int:
-    """Prints a line for each case; returns how many differ by more than is allowed, or failed."""
-    wrong = 0
+def compared(chosen: Iterator[Case], accelerator: jax.Device) -> Iterator[tuple[str, bool, str]]:
+    """For each case its name, whether it differs by more than is allowed or failed, and by how much, or why."""
     for name, compute, allowed in chosen:
         try:
             pairs = zip(*(computed_on(d, compute) for d in (accelerator, jax.devices("cpu")[0])), strict=True)
             found = [difference(*pair) for pair in pairs]
-            is_wrong = max(found) > allowed
-            said = " ".join("=" if x == 0.0 else f"{x:.1e}" for x in found)
+            yield name, max(found) > allowed, " ".join("=" if x == 0.0 else f"{x:.1e}" for x in found)
         except Exception as error:  # The others are compared nevertheless.
             at = traceback.extract_tb(error.__traceback__)[-1]
-            is_wrong, said = True, f"{type(error).__name__} at {at.filename}:{at.lineno}: {str(error)[:500]}"
+            yield name, True, f"{type(error).__name__} at {at.filename}:{at.lineno}: {str(error)[:500]}"
+
+
+def compare(chosen: Iterator[Case], accelerator: jax.Device) -> int:
+    """Prints a line for each case; returns how many differ by more than is allowed, or failed."""
+    wrong = 0
+    for name, is_wrong, said in compared(chosen, accelerator):
         wrong += is_wrong
         print(f"{'WRONG' if is_wrong else 'right'}  {name:50s} {said}", flush=True)
     return wrong

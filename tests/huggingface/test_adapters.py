@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from typing import Any
 
 import equinox as eqx
@@ -13,12 +14,12 @@ import numpy as np
 import optax
 import pytest
 from helpers import float64, unchecked
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import haliax_fp8 as fp8
 from haliax_fp8.folders.folder import TensorFolder
 from haliax_fp8.folders.layout import named
-from haliax_fp8.huggingface import check_folder, export_adapter, export_model, import_model, load
+from haliax_fp8.huggingface import check_folder, export_adapter, export_model, import_adapter, import_model, load
 from haliax_fp8.layers.frozen_array import FrozenArray
 from haliax_fp8.models import (
     LoraLinear,
@@ -319,6 +320,55 @@ def test_what_peft_reads(tmp_path):
     prefix = "base_model.model.model.layers.1.self_attn.q_proj"
     np.testing.assert_array_equal(found[f"{prefix}.lora_A.weight"], query.A.weight.array[1])
     np.testing.assert_array_equal(found[f"{prefix}.lora_B.weight"], query.B.weight.array[1].reshape(128, 4))
+
+
+@pytest.mark.parametrize("kind", ["plain", "frozen"])
+def test_adapters_come_back_bit_for_bit(kind, folder, tmp_path):
+    model = with_noise(add_lora(model_of(kind, folder), rank=4, alpha=8, dropout=0.1, targets=ADAPTED, key=KEY))
+    export_adapter(model, tmp_path / "adapter", base="org/base")
+    imported = import_adapter(tmp_path / "adapter", model_of(kind, folder))
+    assert eqx.tree_equal(imported, model)
+    report = check_folder(tmp_path / "adapter")
+    assert report.is_sound and "adapter: adapter of org/base, rank 4, 8 tensors; sound" in str(report)
+    for call in (load, lambda path: import_model(path, base("plain"))):
+        with pytest.raises(
+            ValueError, match=r"this is an adapter and not a model; .*import_adapter\('.*adapter', base\)"
+        ):
+            call(tmp_path / "adapter")
+
+
+def test_adapters_that_are_broken_or_do_not_fit(tmp_path):
+    model = add_lora(base("plain"), rank=4, targets=ADAPTED, key=KEY)
+    export_adapter(model, tmp_path / "good")
+    tensors = load_file(tmp_path / "good" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "good" / "adapter_config.json").read_text())
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+    fewer = {key: x for key, x in tensors.items() if key != name}
+    other = {key.replace("layers.1.mlp.down", "layers.7.mlp.down"): x for key, x in tensors.items()}
+    of_one = {key: x for key, x in tensors.items() if "layers.1." not in key}
+    wide = tensors | {name: np.zeros((64, 4), np.float32)}
+    for i, (arrays, options, says, is_seen) in enumerate(
+        (
+            (fewer, {}, "layers.1.mlp.down_proj.lora_B.weight: it is missing", True),
+            (tensors | {name: tensors[name] * np.nan}, {}, "512 of its elements are infinite or NaN", True),
+            (tensors, {"r": 8}, r"r=8: it must be \[8, in\]", True),
+            (tensors, {"use_dora": True}, "use_dora: it is True, which is not supported", True),
+            (tensors, {"peft_type": "IA3"}, "peft_type: it is 'IA3'", True),
+            (tensors, {"lora_dropout": 1.5}, "lora_dropout: it is 1.5", True),
+            (other, {}, "adapter for model.layers.7.mlp.down_proj, which base lacks; .*layers.1.mlp.down_proj", False),
+            (of_one, {}, "no adapter for model.layers.1.*merge it with PEFT", False),
+            (wide, {}, r"it has shape \(64, 4\), and base needs \(128, 4\)", False),
+        )
+    ):
+        path = tmp_path / str(i)
+        path.mkdir()
+        save_file(arrays, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text(json.dumps(config | options))
+        report = check_folder(path)
+        assert report.is_sound != is_seen and (not is_seen or re.search(says, str(report.errors[0])))
+        if "NaN" not in says:
+            with pytest.raises(ValueError, match=says):
+                import_adapter(path, base("plain"))
 
 
 @pytest.mark.more

@@ -27,6 +27,7 @@ from haliax_fp8.folders.configuration import NotSupported, layout_of
 from haliax_fp8.folders.convert import convert_folder
 from haliax_fp8.folders.explain import explain_folder
 from haliax_fp8.folders.folder import TensorFolder
+from haliax_fp8.folders.patterns import matcher
 from haliax_fp8.folders.strict_json import BrokenCheckpoint
 from haliax_fp8.folders.tensors import tensors_in
 
@@ -61,6 +62,29 @@ def test_other_good_checkpoints_pass(tmp_path):
     del tensors["lm_head.weight"]
     report = check_folder(write(tmp_path / "tied", tensors, config | {"tie_word_embeddings": True}))
     assert report.faults == (), report
+    for i, change in enumerate(
+        (
+            tie(None, ("re:.*lm_head",)),
+            tie(True),
+            rope(**LLAMA3, original_max_position_embeddings=8192),
+            rope(rope_type="default"),
+            rope(type="linear", factor=2.0),
+            put(SCALE, lambda s: s / 1e4),
+        )
+    ):
+        tensors, config = checkpoint("FP8_DYNAMIC")
+        change(tensors, config)
+        report = check_folder(write(tmp_path / f"sound-{i}", tensors, config))
+        assert report.faults == (), report
+    # What no byte tells is a remark: an input that may be so large, and data that may be for another format.
+    tensors, config = checkpoint("FP8")
+    tensors["model.layers.0.mlp.down_proj.input_scale"] *= np.float32(448)
+    (remark,) = check_folder(write(tmp_path / "input", tensors, config)).faults
+    assert not remark.is_error and "448 times the median" in remark.problem
+    tensors, config = checkpoint("FP8_DYNAMIC")
+    tensors[WEIGHT] = (tensors[WEIGHT].astype(np.float32) / 2).astype(tensors[WEIGHT].dtype)
+    (remark,) = check_folder(write(tmp_path / "half", tensors, config)).faults
+    assert not remark.is_error and "the largest of each block is 224 and not 448" in remark.problem
     tensors, config = checkpoint("HF_FP8")
     config["quantization_config"]["scale_fmt"] = "ue8m0"
     for name in [name for name in tensors if name.endswith("scale_inv")]:
@@ -85,6 +109,32 @@ def test_other_good_checkpoints_pass(tmp_path):
     path = write(tmp_path / "modelopt", tensors, config)
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
     assert check_folder(path).is_sound and check_folder(path).layout == "modelopt"
+
+
+def test_patterns_that_may_take_years_are_refused():
+    for pattern in (
+        *(r"(a+)+$", r"(a|aa)+$", "a?" * 30 + "a" * 30, "(a|a)" * 31 + "x", ".*" * 6 + "!", r"(.*a){30}b"),
+        *("(?x)(a+ #)\n)+", "(?#[)(a+)+]", r"[(](a+)+[)]", r"\((a{1,9}){2,}", "(a*?)+", r"(?P<n>(\w+\s?)*)x"),
+        r"(?=(a*)*b)",
+    ):
+        with pytest.raises(BrokenCheckpoint, match="may take years to match a name; write it with"):
+            matcher("ignore", f"re:{pattern}", "compressed-tensors")
+
+
+def test_patterns_of_published_folders_match():
+    for pattern, layer in {
+        r".*lm_head.*": "lm_head",
+        r".*(q|k)_proj$": "model.layers.0.self_attn.q_proj",
+        r".*mlp\.(gate|up)_proj$": "model.layers.0.mlp.up_proj",
+        r"^(?!.*visual)(?!.*embed).*$": "model.norm",
+        r"(.*\.)?lm_head": "language_model.lm_head",
+        r"^model\.layers\.(?:[0-9]|[1-3][0-9])\.mlp\.(?:gate|up|down)_proj$": "model.layers.31.mlp.down_proj",
+        r".*\.layers\.\d+\..*experts\.\d+\..*_proj": "model.layers.7.mlp.experts.12.up_proj",
+        r"(?i).*\bEXPERTS\.": "model.experts.0",
+        r"model\.layers\.\d{1,3}\.[]m[]lp": "model.layers.10.mlp",
+    }.items():
+        matches = matcher("ignore", f"re:{pattern}", "compressed-tensors")
+        assert matches(layer) and not matches("model.visual"), pattern
 
 
 WITHOUT_BLOCKS = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
@@ -226,8 +276,48 @@ def zeros(name):
     return put(name, np.zeros_like)
 
 
+def tie(equal, ignore=("lm_head",)):
+    """A tied model: with a head that is equal to its embedding, or another one; without one for None."""
+
+    def change(tensors, config):
+        config["tie_word_embeddings"] = True
+        config["quantization_config"]["ignore"] = [*ignore]
+        if equal is None:
+            del tensors["lm_head.weight"]
+        elif equal:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+    return change
+
+
+def rope(**settings):
+    return lambda tensors, config: config.update(rope_scaling=settings)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
 # The layout of the good checkpoint, the change, the tensor of the fault, and what it has to say.
 BROKEN = {
+    "scales near zero": ("FP8_DYNAMIC", put(SCALE, lambda s: 0 * s + np.float32(1e-20)), SCALE, "adds nothing"),
+    "exponents near zero": ("MXFP8", put(SCALE, lambda s: s - 100), SCALE, "adds nothing"),
+    "scale of blocks transposed": (
+        "FP8_BLOCK",
+        put("model.layers.0.mlp.up_proj.weight_scale", lambda s: s.T.copy()),
+        "model.layers.0.mlp.up_proj.weight_scale",
+        "it is transposed; transpose the scale",
+    ),
+    "scale of rows transposed": ("FP8_DYNAMIC", put(SCALE, lambda s: s.T.copy()), SCALE, "; transpose the scale"),
+    "blocks of a transposed weight": (
+        "FP8_BLOCK",
+        put("model.layers.0.mlp.up_proj.weight", lambda w: w.T.copy()),
+        "model.layers.0.mlp.up_proj.weight_scale",
+        "; transpose the weight",
+    ),
+    "one input, two scales": ("FP8", put(INPUT, lambda s: 448 * s), INPUT, "differ by a factor of 448"),
+    "tied head is another": ("FP8_DYNAMIC", tie(False), "lm_head.weight", "it is not model.embed_tokens.weight"),
+    "tied head is quantized": ("FP8_DYNAMIC", tie(None, ()), "quantization_config", "does not list lm_head"),
+    "rope without its keys": ("FP8_DYNAMIC", rope(rope_type="llama3"), "rope_scaling", "needs factor, low_freq_factor"),
+    "rope without a length": ("FP8_DYNAMIC", rope(**LLAMA3), "rope_scaling", "needs original_max_position_embeddings"),
     "scale missing": ("FP8_DYNAMIC", lambda t, c: t.pop(SCALE), WEIGHT, "has no"),
     "scale of what is absent": ("FP8_DYNAMIC", put(SCALE, lambda s: at_first(s, -1.0)), SCALE, "zero or negative"),
     "scale NaN": ("FP8_DYNAMIC", put(SCALE, lambda s: at_first(s, np.nan)), SCALE, "NaN"),
@@ -291,7 +381,12 @@ BROKEN = {
     ),
     "router not ignored": (
         "FP8_DYNAMIC",
-        lambda t, c: t.update({"model.layers.0.mlp.gate.weight": np.ones((4, HIDDEN), ml_dtypes.bfloat16)}),
+        lambda t, c: t.update(
+            {
+                "model.layers.0.mlp.gate.weight": np.ones((4, HIDDEN), ml_dtypes.bfloat16),
+                "model.layers.0.mlp.experts.norm.weight": np.ones(HIDDEN, ml_dtypes.bfloat16),
+            }
+        ),
         "model.layers.0.mlp.gate.weight",
         "router",
     ),
@@ -308,6 +403,12 @@ BROKEN = {
     "static tokens": ("FP8", set_group("input_activations", strategy="token"), "quantization_config", "static inputs"),
     "strategy of rows": ("FP8_TENSOR", set_group("weights", strategy="channel"), SCALE, "shape (1,)"),
     "ignore is a text": ("FP8", configured(ignore="lm_head"), "quantization_config", "list of names"),
+    "a pattern without end": (
+        "FP8",
+        configured(ignore=["lm_head", "re:(([a-z0-9._])+)+!"]),
+        "ignore",
+        "repeats what is itself repeated",
+    ),
     "ignore is no pattern": ("FP8", configured(ignore=["re:(lm_head"]), "ignore", "not a regular expression"),
     "long pattern": ("FP8", configured(ignore=["re:" + "a|" * 1000]), "ignore", "at most 2000"),
     "targets are no pattern": (

@@ -435,8 +435,15 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert run("explain", good) == 0
     out = capsys.readouterr().out
     assert "FP8_DYNAMIC" in out and max(map(len, out.splitlines())) <= 80
+    assert run("explain", "--json", good) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layout"] == "FP8_DYNAMIC" and found["tensors"]["weights in FP8"]["count"] == len(weights())
     assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "new") == 0
     assert "the same values" in capsys.readouterr().out
+    assert run("convert", good, "--to", "FP8_BLOCK", "--output", tmp_path / "blocks", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["before"], found["after"], found["exact"]) == ("FP8_DYNAMIC", "FP8_BLOCK", False)
+    assert set(found["weights"]) == set(weights()) and 0 < found["error"] < 0.1
     assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "new") == 2  # not empty
     assert f"--output={str(tmp_path / 'new')!r} exists and is not empty" in capsys.readouterr().err
     below = good / "config.json" / "new"

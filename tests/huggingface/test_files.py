@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -305,7 +306,7 @@ def test_broken_configurations_are_refused(tmp_path):
 
 
 WRITE = """
-import os, resource, sys
+import os, resource, signal, sys
 import numpy as np
 from haliax_fp8.folders.folder import TensorSpec, new_folder, write_tensors
 
@@ -315,12 +316,11 @@ def groups():
         yield [TensorSpec(str(i), array.dtype, array.shape)], (lambda i=i: made(i, array))
 
 def made(i, array):
-    if i == 2 and sys.argv[2] == "killed":
-        os.kill(os.getpid(), 9)
+    if i == 2 and sys.argv[2].isdigit():
+        os.kill(os.getpid(), int(sys.argv[2]))
     return [array]
 
 if sys.argv[2] == "full":
-    import signal
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
 with new_folder(sys.argv[1]) as folder:
@@ -330,15 +330,54 @@ with new_folder(sys.argv[1]) as folder:
 
 @pytest.mark.more
 def test_a_folder_is_complete_or_absent(tmp_path):
-    """Whether the process is killed in the middle, or there is no room: a file may not grow beyond a limit."""
-    for how in ("killed", "full", "well"):
-        path = tmp_path / how / "folder"
-        done = subprocess.run([sys.executable, "-c", WRITE, str(path), how], capture_output=True, text=True)
-        assert path.exists() == (done.returncode == 0) == (how == "well"), done.stderr
-        if how == "full":
-            assert "File too large" in done.stderr and not list(path.parent.iterdir())
-    (tmp_path / "well" / "folder" / "config.json").write_text("{}")
-    assert list(TensorFolder.open(tmp_path / "well" / "folder").tensors) == list("0123")
+    """Whether the process is ended or killed in the middle, or there is no room: a file may not grow beyond a limit.
+
+    What a killed one leaves beside the folder, the next one removes; but not that of one that is still writing.
+    """
+    path, beside = tmp_path / "folder", lambda: sorted(tmp_path.iterdir())
+
+    def write(how):
+        return subprocess.run([sys.executable, "-c", WRITE, str(path), how], capture_output=True, text=True)
+
+    assert write(str(int(signal.SIGTERM))).returncode == -signal.SIGTERM and not beside()
+    assert "File too large" in write("full").stderr and not beside()
+    assert write(str(int(signal.SIGKILL))).returncode == -signal.SIGKILL
+    (left,) = beside()
+    others = [tmp_path / ".folder.backup", tmp_path / f".another.{'0' * 32}.tmp"]
+    for other in others:
+        other.mkdir()
+    with new_folder(path) as written:
+        assert written.is_dir() and not left.exists()
+        assert write("well").returncode == 0, "another writer of the same name has removed this one"
+        assert beside() == sorted([*others, path, written])
+        for part in path.iterdir():
+            part.unlink()
+    assert beside() == sorted([*others, path]) and not list(path.iterdir())
+    assert write("well").returncode == 0
+    (path / "config.json").write_text("{}")
+    assert list(TensorFolder.open(path).tensors) == list("0123")
+
+
+HANDLED = """
+import ctypes, os, signal, sys
+from haliax_fp8.folders.folder import new_folder
+
+if sys.argv[2] == "Python":
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+else:
+    c = ctypes.CDLL(None)
+    c.signal(int(signal.SIGTERM), ctypes.cast(c.abs, ctypes.c_void_p))
+with new_folder(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("language", ["Python", "C"])
+def test_a_program_that_handles_sigterm_itself_goes_on(language, tmp_path):
+    """As Slurm's hooks do in Python, and `jax.distributed` in C++."""
+    subprocess.run([sys.executable, "-c", HANDLED, str(tmp_path / "folder"), language], check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

@@ -1,6 +1,7 @@
 """Imports of checkpoints that others made, and training on frozen FP8 weights."""
 
 import dataclasses
+import functools
 import json
 
 import equinox as eqx
@@ -17,7 +18,8 @@ from test_check import BROKEN
 
 from haliax_fp8 import describe, fp8_linear_layers
 from haliax_fp8.checkpoints import BrokenCheckpoint
-from haliax_fp8.huggingface import export_model, import_model, names, thaw
+from haliax_fp8.folders.folder import TensorFolder
+from haliax_fp8.huggingface import convert_folder, export_model, import_model, names, thaw
 from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.recipes.scaling import BlockScaling, RowwiseScaling
 
@@ -196,7 +198,7 @@ def test_the_backward_pass_keeps_fp8_only():
     weight = frozen["up"].thawed(jnp.float32).weight
     np.testing.assert_allclose(pullback(jnp.ones(96))[0], weight.sum(0), rtol=1e-5, atol=1e-5)
     mixed = [frozen, eqx.nn.Linear(64, 96, key=jax.random.key(0))]
-    assert "subclass" in str(describe(fp8_linear_layers(mixed)))
+    assert describe(fp8_linear_layers(mixed))["0.up"].reason == "stored in E4M3, frozen"
 
 
 def test_what_does_not_fit(tmp_path):
@@ -292,6 +294,28 @@ def test_layouts_that_are_only_read(tmp_path):
             write_folder(tmp_path / name, tensors, described)
         same, other = (import_model(tmp_path / name, model, names=names.LLAMA) for name in ("same", "other"))
         assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.tree.leaves, (same, other)))), family
+
+
+def test_inputs_that_are_clipped_are_not_served_otherwise(tmp_path):
+    """fbgemm's scales of inputs have a bound. It is no part of the weights, and converted folders have none."""
+    config = TransformerConfig(layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, mlp=384, vocab=64)
+    model = eqx.filter_eval_shape(lambda: Transformer.init(config, key=jax.random.key(0)))
+    tensors, described = FAMILIES["fbgemm_fp8, channel"]()
+    assert sum(name.endswith("input_scale_ub") for name in tensors) == 14
+    read = functools.partial(import_model, model=model, names=names.LLAMA)
+    bounded = write_folder(tmp_path / "bounded", tensors, described)
+    read(bounded, weights="frozen")
+    with pytest.raises(ValueError, match="activation_scale_ub=1200, which no product.*convert the folder to FP8_DYN"):
+        read(bounded, weights="served")
+    assert convert_folder(bounded, tmp_path / "converted", "FP8_DYNAMIC").is_exact
+    assert not [x for x in TensorFolder.open(tmp_path / "converted").tensors if x.endswith("input_scale_ub")]
+    described["quantization_config"]["activation_scale_ub"] = None
+    unbounded = write_folder(tmp_path / "unbounded", tensors, described)
+    served = [read(folder, weights="served") for folder in (tmp_path / "converted", unbounded)]
+    assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.tree.leaves, served)))
+    described["quantization_config"]["activation_scale_ub"] = "1200"
+    with pytest.raises(BrokenCheckpoint, match="activation_scale_ub is '1200'; it must be a positive number"):
+        read(write_folder(tmp_path / "broken", tensors, described))
 
 
 def test_groups_of_different_layouts_are_served_each_in_its_own(tmp_path):

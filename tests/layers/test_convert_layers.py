@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import EPS, assert_same, float64, sqnr, unchecked
 from jax.sharding import Mesh
 from model_checks import is_state
@@ -198,11 +199,6 @@ def test_a_model_without_layers_can_be_described_and_restored():
     tree = {"norm": hnn.LayerNorm.init(In), "x": jnp.ones(2)}
     assert len(describe(tree)) == 0 and "0 of 0" in str(describe(tree))
     assert_same(restore_linear_layers(tree), tree)
-
-
-def test_a_model_all_of_whose_layers_a_pattern_excludes_is_none():
-    model = fp8_linear_layers([linear()], exclude="*")
-    assert not paths(model)
 
 
 # --- Stacks and ensembles ---------------------------------------------------------------------------------------------
@@ -531,9 +527,17 @@ def test_targets(targets, expected):
             fp8_linear_layers(model, Fp8Config(targets=targets))
         return
     assert paths(fp8_linear_layers(model, Fp8Config(targets=targets))) == expected
-    if targets is not None:
-        everything = LAYERS | STACK | {"head"}
+    everything = LAYERS | STACK | {"head"}
+    if targets is not None and expected != everything:
         assert paths(fp8_linear_layers(model, Fp8Config(exclude=targets))) == everything - expected
+
+
+def test_a_class_selects_its_layers():
+    model = {"haliax": linear(), "equinox": eqx.nn.Linear(8, 8, key=jax.random.key(0))}
+    assert paths(fp8_linear_layers(model, targets=eqx.nn.Linear)) == {"equinox"}
+    assert paths(fp8_linear_layers(model, exclude=(eqx.nn.Linear,))) == {"haliax"}
+    with pytest.raises(ValueError, match="targets=.*MLP.* selects no layer; the nearest are: "):
+        fp8_linear_layers(model, targets=eqx.nn.MLP)
 
 
 def test_exclude_wins_over_targets_and_overrides():
@@ -646,6 +650,19 @@ def test_a_history_length_without_a_history_is_an_error(recipe):
 def test_a_function_among_the_patterns_has_to_decide():
     with pytest.raises(ValueError, match=r"returned an array for 'a'.*bool\(...\)"):
         fp8_linear_layers({"a": linear()}, targets=lambda path, layer: jnp.array(True))
+    for name in ("targets", "exclude"):
+        with pytest.raises(ValueError, match=rf"{name} holds a function that does not take \(path, layer\)"):
+            fp8_linear_layers({"a": linear()}, **{name: lambda path: True})
+
+
+def test_layers_of_flax_are_named_with_what_fits_them():
+    layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"this flax\.nnx\.Linear contains.*nnx\.Linear\(dot_general=Fp8DotGeneral"):
+        fp8_linear_layers(layer)
+    op = haliax_fp8.Fp8DotGeneral.init("current")
+    fp8 = nnx.Linear(8, 8, rngs=nnx.Rngs(0), dot_general=op)
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    np.testing.assert_array_equal(fp8(x), op(x, layer.kernel[...], (((1,), (0,)), ((), ()))))
 
 
 @pytest.mark.parametrize("argument", ["targets", "exclude", "overrides"])

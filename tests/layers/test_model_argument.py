@@ -85,10 +85,12 @@ MISTAKES = {
     "a configuration": (fp8.Fp8Config(), "is an Fp8Config, and has no layers"),
     "a model and its state": ((MODEL, STATE), "is a tuple with an optimizer's state, and the model is its first item"),
     "a state and its model": ((3, STATE, MODEL), "is a tuple with an optimizer's state, and the model is its third"),
+    "a model and a report": ((MODEL, DIAGNOSIS), "is a tuple with a Diagnosis, and the model is its first item"),
     "an op": (MODEL.layers[0].dot_general, "is an Fp8DotGeneral, the product of a layer"),
     "an array": (X, "is of type ArrayImpl, and has no layers"),
 }
-OF_TUPLES, ALONE = ("a model and its state", "a state and its model"), ("an op", "an array")
+OF_TUPLES = ("a model and its state", "a state and its model", "a model and a report")
+ALONE = ("an op", "an array")
 
 
 def message_of(function, mistake):

@@ -69,7 +69,7 @@ def test_the_row_of_transformer_engine_that_is_further_off():
     assert least < measured < most
 
 
-# --- This library, measured on an H200 by `benchmarks/faster_on_hopper.py` --------------------------------------------
+# --- This library, measured on an H200, `benchmarks/measured_on_gpus.jsonl` -------------------------------------------
 
 
 @pytest.mark.parametrize(

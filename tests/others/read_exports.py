@@ -79,6 +79,8 @@ def main(folder: pathlib.Path) -> int:
         note(f"{layout}: tokenizer and generated text", exact and len(text) > 4, repr(text))
 
     read_experts(folder / "experts", tokens, expected, note)
+    read_tied(folder / "tied", tokens, expected, note)
+    read_layer(folder / "FP8_DYNAMIC", expected, note)
 
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "compressed-tensors")}
     print(f"Python {sys.version.split()[0]}, {', '.join(f'{name} {v}' for name, v in versions.items())}")
@@ -108,6 +110,39 @@ def read_experts(folder: pathlib.Path, tokens: torch.Tensor, expected: Any, note
             )
         except Exception as failure:
             note(f"experts, {layout}", False, f"{type(failure).__name__}: {str(failure)[:200]}")
+
+
+def read_tied(folder: pathlib.Path, tokens: torch.Tensor, expected: Any, note: Any) -> None:
+    """Models without a head: logits near those of the same weights, and text that ends where the folder says."""
+    for name in sorted(key.removeprefix("tied/") for key in expected if key.startswith("tied/")):
+        if name.endswith("modelopt"):  # Transformers loads it without its scales.
+            continue
+        is_plain, ours = name == "BF16", expected[f"tied/{name}"]
+        # Inputs in eight bits and in four; where they are in high precision, the noise of bfloat16.
+        limit = 1e-5 if is_plain else 0.03 if "A16" in name else 0.6 if "FP4" in name else 0.2
+        try:
+            kind = torch.float32 if is_plain else torch.bfloat16
+            model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=kind)
+            with torch.no_grad():
+                theirs = model(tokens).logits.float().numpy()
+            error = np.linalg.norm(theirs - ours) / np.linalg.norm(ours)
+            note(f"tied, {name}: logits", bool(error < limit), f"{error:.1e} relative")
+            if is_plain:
+                text = model.generate(tokens, max_new_tokens=24)[0, tokens.shape[1] :].numpy()
+                is_same = bool(np.array_equal(text, expected[f"tied text/{name}"])) and 1 < len(text) < 24
+                note("tied: text of both, and its end", is_same, str(text.tolist()))
+        except Exception as failure:
+            note(f"tied, {name}", False, f"{type(failure).__name__}: {str(failure)[:200]}")
+
+
+def read_layer(folder: pathlib.Path, expected: Any, note: Any) -> None:
+    """One layer with the same input: compressed-tensors' own forward in float32, and our product."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        model(torch.zeros((1, 4), dtype=torch.long))  # which decompresses
+        theirs = model.model.layers[1].mlp.down_proj(torch.from_numpy(expected["layer/x"])).numpy()
+    error = np.linalg.norm(theirs - expected["layer/y"]) / np.linalg.norm(theirs)
+    note("FP8_DYNAMIC: one layer, quantized inputs", error < 1e-6, f"{error:.1e} relative")
 
 
 if __name__ == "__main__":

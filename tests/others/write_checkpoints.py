@@ -49,16 +49,16 @@ def scales(weight: torch.Tensor, strategy: str, stored: torch.Tensor) -> torch.T
     return scale.reshape(stored.shape).to(stored.dtype)
 
 
-def llama() -> LlamaForCausalLM:
-    """A small Llama."""
+def llama(*, tied: bool = False) -> LlamaForCausalLM:
+    """A small Llama, whose head may be its embedding."""
     sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)).to(torch.bfloat16)
 
 
-def write(preset: str, folder: pathlib.Path) -> None:
+def write(preset: str, folder: pathlib.Path, *, tied: bool = False) -> None:
     """A small Llama in one of the presets of compressed-tensors, or with weights in FP8 alone."""
-    model = llama()
+    model = llama(tied=tied)
     if preset == "W8A16":
         weights = preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]).weights
         groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
@@ -172,6 +172,8 @@ if __name__ == "__main__":
     root = pathlib.Path(sys.argv[1])
     for name in (*PRESETS, *FOUR_BITS):
         write(name, root / name)
+    for name in ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "W8A16", "NVFP4A16"):
+        write(name, root / f"{name}-tied", tied=True)
     write_mixed(root / "mixed")
     write_scale_rounding(root / "scale_rounding.npz")
     write_hugging_face(root / "fp8", "float")

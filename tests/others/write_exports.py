@@ -4,6 +4,7 @@ python tests/others/write_exports.py FOLDER
 """
 
 import dataclasses
+import json
 import pathlib
 import sys
 from functools import partial
@@ -16,9 +17,18 @@ import numpy as np
 from jax import lax
 
 from examples.byte_tokenizer import write_byte_tokenizer
+from examples.generate import generate
 from haliax_fp8 import calibrate, cast_params, fp8_linear_layers, restore_linear_layers
 from haliax_fp8.folders.layout import named
-from haliax_fp8.huggingface import export_model, hugging_face_config, import_model, names, serving_tensors
+from haliax_fp8.huggingface import (
+    convert_folder,
+    export_model,
+    hugging_face_config,
+    import_model,
+    load,
+    names,
+    serving_tensors,
+)
 from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig
 from haliax_fp8.recipes import E4M3, quantize
 
@@ -51,6 +61,8 @@ def main(folder: pathlib.Path) -> None:
     expected |= log_probabilities(folder / "FP8_DYNAMIC", model, tokens)
     write_stream(folder)
     write_experts(folder / "experts", tokens, expected)
+    write_tied(folder / "tied", tokens, expected)
+    write_layer(folder / "FP8_DYNAMIC", plain, expected)
     x = jax.random.normal(jax.random.key(1), (64, CONFIG.hidden), jnp.bfloat16)
     expected |= product(folder / "FP8", plain, x)
     export_model(model, folder / "sharded", shard_bytes=200_000)
@@ -99,6 +111,42 @@ def write_experts(folder: pathlib.Path, tokens: hax.NamedArray, expected: dict[s
             loaded = import_model(folder / layout, model, names=names.MIXTRAL)
             weight = loaded.blocks.stacked.mlp.down.weight.array[1]
             expected[f"experts/{layout}"] = np.asarray(jnp.swapaxes(weight, 1, 2))
+
+
+def write_tied(folder: pathlib.Path, tokens: hax.NamedArray, expected: dict[str, np.ndarray]) -> None:
+    """A tied Qwen3: exported in every layout, and converted; its logits, as dequantized; and text with its end."""
+    config = dataclasses.replace(CONFIG, tied_head=True, query_key_norm=True)
+    trained = Transformer.init(config, key=jax.random.key(2))
+    loss = lambda m, t: jnp.mean(jnp.square(cast_params(m, jnp.bfloat16)(t).array.astype(jnp.float32)))
+    model = calibrate(fp8_linear_layers(trained), loss, [tokens])
+    source = folder / "source"
+    export_model(trained, source, "BF16")
+    write_byte_tokenizer(source, max_length=CONFIG.max_length)
+    prompt = tokens.array[0]
+    text = generate(load(source, dtype="float32"), prompt, count=24)
+    # The first token that the text does not begin with ends it.
+    end = int(text[np.argmax(text != text[0])])
+    described = json.loads((source / "config.json").read_text()) | {"eos_token_id": end}
+    (source / "config.json").write_text(json.dumps(described))
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [end], "do_sample": False}))
+    for layout in named:
+        export_model(model, folder / layout, layout, like=source)
+    for layout in ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "W8A16", "HF_FP8"):
+        convert_folder(source, folder / f"converted-{layout}", layout)
+    export_model(load(source, dtype="float32"), folder / "BF16", "BF16", like=source, dtype="float32")
+    call = eqx.filter_jit(lambda m, t: m(t).array.astype(jnp.float32))
+    for path in sorted(path for path in folder.iterdir() if path != source):
+        loaded = load(path, dtype="float32")
+        expected[f"tied/{path.name}"] = np.asarray(call(loaded, tokens))
+        expected[f"tied text/{path.name}"] = generate(loaded, prompt, count=24, stop=[end])
+
+
+def write_layer(folder: pathlib.Path, plain: Transformer, expected: dict[str, np.ndarray]) -> None:
+    """The output of one served layer in float32, where nothing but the formats of FP8 is rounded."""
+    abstract = eqx.filter_eval_shape(lambda: plain)
+    layer = import_model(folder, abstract, names=names.LLAMA, weights="served").blocks.blocks[1].mlp.down
+    x = hax.random.normal(jax.random.key(3), (hax.Axis("batch", 1), hax.Axis("position", 64), CONFIG.Mlp))
+    expected |= {"layer/x": np.asarray(x.array), "layer/y": np.asarray(eqx.filter_jit(layer)(x).array)}
 
 
 def product(folder: pathlib.Path, plain: Transformer, x: jax.Array) -> dict[str, np.ndarray]:

@@ -81,6 +81,7 @@ def test_collectives_written_by_hand():
     assert not found["all-reduce maximum"].is_asynchronous and not found["all-reduce maximum"].reduces_gradients
     # Gradients are added up: the scatter's scope, with another reduction, would be that of an amax.
     assert not dataclasses.replace(scatter, reduction="maximum").reduces_gradients
+    assert dataclasses.replace(permute, executions=7).sent == 7 * 2 * 16 * 64
     assert permute.wire == 2 * 16 * 64 and not permute.is_asynchronous
     # The bias is not an operand.
     assert program.fp8_gathers == sizes[0] / (sizes[0] + sizes[1])
@@ -116,7 +117,10 @@ def report_of_hand_written():
 def test_a_requirement_names_what_is_gathered_wide():
     report = report_of_hand_written()
     report.require(fp8_gathers=0.1)
-    with pytest.raises(PreflightError, match=r"fp8_gathers=1.0 is required, but 0.1111.*\n  all-gather of bf16"):
+    with pytest.raises(
+        PreflightError,
+        match=r"fp8_gathers=1.0 is required, but 0.1111.*\n  all-gather of bf16, 14.3 kB each time, 1 times",
+    ):
         report.require(fp8_gathers=1.0)
     alone = PreflightReport(compilable_devices["h100"], {"data": 1}, report.step)
     with pytest.raises(ValueError, match="fp8_gathers=1.0 needs several devices"):

@@ -14,6 +14,8 @@ import haliax_fp8 as fp8
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.xla_flags import XlaFlags
 from haliax_fp8.preflight import PreflightError, Verdict, compilable_devices, inspect_step
+from haliax_fp8.preflight.compile import Traced, make_mesh
+from haliax_fp8.preflight.devices import as_compilable
 from haliax_fp8.recipes import E4M3 as FORMAT, HighPrecision, Quantization
 from haliax_fp8.recipes.compiler_options import cost_of_flags, log_cost_of_flags, training_options
 
@@ -398,6 +400,59 @@ def test_the_environment_decides_and_options_come_before_it(monkeypatch, device)
         compiler_options = staticmethod(lambda *args, device: {TRITON: len(args) == 3 and device.platform == "cuda"})
 
     assert [p.implementation for p in inspect_step(Step(), *OPERANDS, SCALE, device=device).products] == ["Triton dot"]
+
+
+# --- Where a TrainStep is called --------------------------------------------------------------------------------------
+
+
+def loss(model, x):
+    return (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean()
+
+
+TRAIN = fp8.TrainStep(loss, optax.sgd(0.1))
+
+
+def calls_it(model, opt_state, x):
+    return TRAIN(model, opt_state, x)
+
+
+def repeats_it(model, opt_state, x):
+    arrays, rest = eqx.partition((model, opt_state), eqx.is_array)
+    step = lambda arrays, x: (eqx.filter(TRAIN(*eqx.combine(arrays, rest), x)[:2], eqx.is_array), None)
+    return jax.lax.scan(step, arrays, x[None])[0]
+
+
+@jax.jit
+def train_step(x):
+    """Another one of that name."""
+    return x + 1
+
+
+def arguments_of_train_step():
+    model = eqx.nn.Linear(256, 256, use_bias=False, dtype=jnp.bfloat16, key=jax.random.key(0))
+    model = eqx.filter_eval_shape(lambda: fp8.fp8_linear_layers(model))
+    return model, eqx.filter_eval_shape(TRAIN.init, model), struct(256, 256)
+
+
+def test_a_train_step_inside_a_function_is_seen():
+    local = make_mesh(as_compilable("local"), None, None)
+    where = lambda function, *args: Traced.of(function, args, mesh=local, shardings=None).train_steps
+    args = arguments_of_train_step()
+    assert where(TRAIN, *args) == where(calls_it, *args) == {False}
+    assert where(eqx.filter_jit(calls_it), *args) == where(repeats_it, *args) == {True}
+    assert where(train_step, struct(4)) == set()
+
+
+@pytest.mark.parametrize("device", on_gpu("h100"))
+def test_the_options_of_a_train_step_count_unless_another_jit_loses_them(no_flags, device):
+    args = arguments_of_train_step()
+    report = lambda function, **options: inspect_step(function, *args, device=device, **options)
+    for function in (TRAIN, calls_it):
+        assert str(report(function).flags) == f"--{TRITON}=false" and not report(function).dropped
+    lost = report(eqx.filter_jit(calls_it))
+    assert str(lost.flags) == "XLA's defaults" and lost.dropped == {TRITON: False}
+    assert f"TrainStep inside another jit loses its option --{TRITON}=false" in lost.findings[0]
+    assert not report(eqx.filter_jit(calls_it), compiler_options={TRITON: False}).dropped
 
 
 def test_elsewhere_the_last_line_is_the_flags_alone(no_flags):

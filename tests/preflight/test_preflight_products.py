@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import equinox as eqx
 import haliax as hax
@@ -622,6 +623,17 @@ def test_without_our_scopes_layers_are_named_too():
     report = inspect_step(mlp_gradient, abstract(mlp), struct(48, 32), device="local")
     assert {p.layer for p in report.products} == {f"model.layers.{i}" for i in range(3)}
     assert sorted(p.name for p in report.products) == ["backward"] * 5 + ["forward"] * 3
+
+
+def test_without_our_scopes_the_table_tells_wgrad_from_dgrad():
+    """wgrad sums over the 48 rows, dgrad over a layer's outputs; the first layer has no dgrad."""
+    report = inspect_step(mlp_gradient, abstract(mlp), struct(48, 32), device="local")
+    backward = {(p.layer[-1], p.k): p.makes_weight for p in report.products if p.name == "backward"}
+    assert backward == {("0", 48): True, ("1", 48): True, ("2", 48): True, ("1", 64): False, ("2", 16): False}
+    head, *rows = re.findall(r"^.*rows × in.*$|^ +[012] +48×.*$", str(report), re.MULTILINE)
+    assert [row.split()[:2] for row in rows] == [["0", "48×32×64"], ["1", "48×64×64"], ["2", "48×64×16"]]
+    cells = [[row[head.index(column) :][:5].strip() for column in ("fprop", "dgrad", "wgrad")] for row in rows]
+    assert [[bool(cell) for cell in row] for row in cells] == [[True, False, True], [True] * 3, [True] * 3]
 
 
 def test_a_kernel_that_a_tpu_fetches_in_slices():

@@ -357,8 +357,14 @@ def test_names_of_other_libraries():
         ("quantize_linear_layers", r"use fp8_linear_layers\("),
         ("QuantizationConfig", r"use Fp8Config\("),
         ("Fp8DotGeneralOp", r"use Fp8DotGeneral\.init\("),
+        ("DotGeneralOp", r"any function.*Fp8DotGeneral\.init\("),
+        ("DefaultDotGeneralOp", r"use restore_linear_layers\("),
+        ("Int8DotGeneralOp", r"use Fp8DotGeneral\.init\(.*haliax\.quantization"),
+        ("fp8_scaled_dot_general", r"use Fp8DotGeneral\.init\("),
     ):
         with pytest.raises(AttributeError, match=f"has no attribute '{name}'; {meant}"):
             getattr(fp8, name)
     with pytest.raises(AttributeError, match="has no attribute 'other'$"):
         _ = fp8.other
+    with pytest.raises(ValueError, match=r"takes no amax_history_length; .*DelayedScaling\(amax_history_length="):
+        Fp8DotGeneral.init(amax_history_length=16)

@@ -1,7 +1,9 @@
 """The report in the documentation is that of the program which its step compiles to today."""
 
+import html
 import json
 import pathlib
+import re
 import runpy
 
 import jax
@@ -44,3 +46,6 @@ def test_the_report_of_what_is_kept_is_the_report(monkeypatch):
     picture = script["PICTURES"]["preflight"]()
     shown = [product for product in report.products if product.name in ("fprop", "forward")]
     assert shown and all(f"{product.m}×{product.k}×{product.n}" in picture for product in shown)
+    # The layer has ten outputs, whatever XLA pads them to, and all three products.
+    words = html.unescape(re.sub(r"<[^>]*>", " ", picture))
+    assert re.search(r"2\s+8192×4096×10\s+0\.2%\s+bf16\s+bf16\s+bf16\s", words)

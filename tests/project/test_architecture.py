@@ -31,8 +31,9 @@ FLOORS = (
     ("_skipped",),
     # The public ops.
     ("_op",),
+    ("_einsum",),
     # Layers.
-    ("_einsum", "layers"),
+    ("layers",),
     # Proof before purchase, which says why a layer's products are not in FP8.
     ("preflight",),
     # Models of such layers, and adapters for them.

@@ -135,7 +135,7 @@ def test_the_jacobian_of_a_trained_model():
 def test_the_suffix_is_for_every_name_and_scaling():
     assert by_name("tensorwise_fprop") == by_name("current").forward_only()
     recipe = fp8.Recipe.of(fp8.DelayedScaling(amax_history_length=4)).forward_only()
-    assert str(recipe) == "DelayedScaling+HighPrecision E4M3/E4M3/E4M3, dgrad/wgrad in high precision"
+    assert str(recipe) == "fprop DelayedScaling E4M3/E4M3, dgrad/wgrad in high precision"
     assert recipe.forward_only() == recipe
     with pytest.raises(ValueError, match="rowwize_fprop.*'rowwise'"):
         by_name("rowwize_fprop")

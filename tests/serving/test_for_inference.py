@@ -431,7 +431,7 @@ def test_errors():
     np.testing.assert_array_equal(eqx.filter_grad(lambda model: jax.vmap(model)(x).sum())(served).bias, 5.0)
     assert jax.tree.leaves(trainable(served)) == [served.bias]
     assert cast_params(served, jnp.bfloat16).kernel.scale.array is served.kernel.scale.array
-    with pytest.raises(ValueError, match="no state, although its recipe.*Give the model itself"):
+    with pytest.raises(ValueError, match="without its FP8 state.*give the model itself, quantize_for_inference"):
         quantize_for_inference(trainable(fp8_linear_layers(layer)), "FP8")
     with pytest.raises(ValueError, match="layout='FP8_DYNAMICS'.*'FP8_DYNAMIC'.*export_model"):
         quantize_for_inference(layer, "FP8_DYNAMICS")

@@ -25,6 +25,7 @@ def test_against_float64_masked_and_under_jit():
         "k1": -c.mean(),
         "k3": (np.expm1(c) - c).mean(),
         "ratio": np.exp(np.abs(c).max()),
+        "multiplicative_error": np.exp(np.abs(c)).mean(),
         "tokens": mask.sum(),
     }
     for name, value in expected.items():
@@ -32,6 +33,15 @@ def test_against_float64_masked_and_under_jit():
     small = log_probability_mismatch(np.float32([-1.0, -2.0]) + np.float32([1e-3, 0.0]), np.float32([-1.0, -2.0]))
     c = np.float64(np.float32(-1.0) + np.float32(1e-3)) + 1.0
     np.testing.assert_allclose(small.k3, (np.expm1(c) - c) / 2, rtol=1e-5)
+
+
+def test_the_multiplicative_error_of_probabilities_that_double_and_halve():
+    """Twice and half as probable count alike, so the signs do not cancel; padding does not dilute them."""
+    trained, sampled = np.log([0.5, 0.2, 0.3, 0.9]), np.log([0.25, 0.4, 0.3, 0.001])
+    mask = np.array([True, True, True, False])
+    found = log_probability_mismatch(np.float32(trained), np.float32(sampled), mask=mask)
+    np.testing.assert_allclose(found.multiplicative_error, (2 + 2 + 1) / 3, rtol=1e-6)
+    assert "multiplicative error 1.67" in " ".join(str(found).split())
 
 
 def test_named_arrays_and_errors():

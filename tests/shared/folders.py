@@ -191,13 +191,20 @@ _TORCHAO = {"weight": "_weight_qdata", "weight_scale": "_weight_scale"}
 _COMFY = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
 
 
+def _fbgemm():
+    """As Meta wrote it: with the bound of the configuration beside each weight."""
+    tensors, config = _renamed("FP8_DYNAMIC", {}, _method("fbgemm_fp8", activation_scale_ub=1200.0))
+    layers = [name.removesuffix("weight_scale") for name in tensors if name.endswith("weight_scale")]
+    return tensors | {f"{layer}input_scale_ub": np.array([1200], np.float32) for layer in layers}, config
+
+
 def _comfy():
     tensors, config = _renamed("FP8_TENSOR", _COMFY, {}, lambda scale: scale.reshape(()))
     return tensors | {"scaled_fp8": np.zeros(2, E4M3)}, config
 
 
 FAMILIES = {
-    "fbgemm_fp8, channel": lambda: _renamed("FP8_DYNAMIC", {}, _method("fbgemm_fp8", activation_scale_ub=1200.0)),
+    "fbgemm_fp8, channel": lambda: _fbgemm(),
     "modelopt, channel": lambda: _renamed(
         "FP8_DYNAMIC", {}, _modelopt("FP8_PER_CHANNEL_PER_TOKEN"), lambda scale: scale.reshape(-1)
     ),
@@ -235,9 +242,10 @@ def file_of(tensors, header=None):
 
 
 def write(folder, tensors, config, shards=None):
-    """A folder; with an index if `shards` maps files to names."""
+    """A folder, and a file like a tokenizer's; with an index if `shards` maps files to names."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
     if shards is None:
         (folder / "model.safetensors").write_bytes(file_of(tensors))
         return folder

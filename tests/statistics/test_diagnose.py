@@ -128,6 +128,7 @@ def operand(layer, name, scaling, history=None, *, recipe=None, **numbers):
     """An operand that nothing is wrong with, but for the given numbers and the amaxes of its history."""
     recipe = Recipe.of(scaling) if recipe is None else recipe
     usual = {"amax": 1.0, "scale": 1.0 / getattr(recipe, name).format.max, "active": 1.0, "kurtosis": 3.0}
+    usual["wide_rows"] = 0.0
     numbers = {**usual, **dict.fromkeys(("saturation", "underflow", "error", "nonfinite"), 0.0), **numbers}
     past = None if history is None else History(np.asarray(history), numbers["scale"])
     return Operand(layer, (), name, numbers, past, recipe)
@@ -583,14 +584,91 @@ def test_underflow_of_gradients_that_one_scale_cannot_hold():
     assert {(f.operand, f.remedy) for f in findings} == {("output_grad", Remedy.SCALE_PER_ROW)}
 
 
-@pytest.mark.more
-def test_an_outlier_channel():
-    model = trained("current", steps=1)
-    # The layers behind it read their own inputs, as behind a normalization for each channel.
-    wide = lambda m, x, y: loss(m, x, y) + jnp.mean(jax.vmap(m.layers[0])(x.at[:, 5].multiply(1e5)) ** 2) * 1e-9
-    diagnosis = found(model, wide)
-    assert findings(diagnosis) == [("layers.0", "input", Problem.OUTLIERS, Remedy.SCALE_PER_ROW)]
-    assert "rowwise" in diagnosis.findings[0].advice
+UP = {"up": eqx.nn.Linear(256, 16, use_bias=False, key=KEY)}
+
+
+def squares(model, x):
+    return jnp.mean(jax.vmap(model["up"])(x) ** 2)
+
+
+def share_flushed(model, x):
+    """Of the layer's input, where fprop reads it."""
+    return float(_measure(model, squares, x)["up"].underflow[0])
+
+
+def test_an_outlier_token_has_its_own_scale_and_an_outlier_channel_lies_in_every_row():
+    """Each remedy lowers what it is for; a scale per row would not help the channel, but blocks do."""
+    x = jax.random.normal(KEY, (64, 256))
+    token, channel = x.at[5].multiply(1e6), x.at[:, 5].multiply(1e6)
+    converted = lambda recipe: fp8.fp8_linear_layers(UP, recipe=recipe)
+    current = converted("current")
+    assert share_flushed(current, token) > 0.9 and share_flushed(current, channel) > 0.9
+
+    diagnosis = found(current, squares, (token,))
+    assert findings(diagnosis) == [("up", "input", Problem.OUTLIERS, Remedy.SCALE_PER_ROW)]
+    assert share_flushed(apply_remedies(current, diagnosis), token) < 0.001
+
+    diagnosis = found(current, squares, (channel,))
+    assert findings(diagnosis) == [("up", "input", Problem.OUTLIERS, Remedy.HIGH_PRECISION)]
+    assert "mxfp8" in diagnosis.findings[0].advice and "of the rows" in diagnosis.findings[0].seen_in_words
+    assert share_flushed(converted("rowwise"), channel) > 0.5
+    assert share_flushed(converted("mxfp8"), channel) < 1 / 8  # one of its eight blocks has the channel
+    mended = apply_remedies(current, diagnosis)
+    np.testing.assert_array_equal(jax.vmap(mended["up"])(channel), jax.vmap(UP["up"])(channel))
+
+
+@pytest.mark.parametrize("scaling", [DelayedScaling(amax_history_length=1), DelayedScaling(amax_compute=MostRecent())])
+def test_a_history_that_is_too_short_for_alternating_batches(scaling):
+    """Every other batch is a hundred times as large; the remedy remembers one of these.
+
+    The gradient of the first is itself that of a clipped output.
+    """
+    x = jax.random.normal(KEY, (64, 256))
+    step = fp8.TrainStep(squares, optax.sgd(0.0))
+
+    def after(model, *factors):
+        opt_state = step.init(model)
+        for factor in factors:
+            model, opt_state, _ = step(model, opt_state, factor * x)
+        return model
+
+    model = after(fp8.fp8_linear_layers(UP, recipe=scaling), 1.0, 100.0, 1.0)
+    diagnosis = found(model, squares, (100.0 * x,))
+    assert ("up", "input", Problem.SHORT_HISTORY, Remedy.LONGER_HISTORY) in findings(diagnosis)
+    mended = after(apply_remedies(model, diagnosis), 100.0, 1.0, 100.0, 1.0)
+    assert mended["up"].dot_general.recipe.input.scaling.amax_history_length >= 16
+    error = lambda model: float(_measure(model, squares, 100.0 * x)["up"].error[0])
+    # Of an amax of a hundred, what fits into the scale for one; then rounding alone.
+    assert error(model) > 0.9 and error(mended) < 0.002
+    assert not found(mended, squares, (100.0 * x,)) and not found(mended, squares, (x,))
+
+
+def test_what_grows_or_is_young_has_no_short_history():
+    clipped = {"amax": 64.0, "saturation": 0.5, "error": 0.9}
+    problem = lambda length, past: checked(operand("0", "input", DelayedScaling(length), past, **clipped))[0].problem
+    assert problem(4, [2.0, 1.0, 4.0, 8.0]) is Problem.SHORT_HISTORY
+    assert problem(4, [1.0, 2.0, 4.0, 8.0]) is Problem.JUMP, "no history is long enough for what grows"
+    assert problem(4, [0.0, 1.0, 1.0, 1.0]) is Problem.JUMP, "three steps are all there were"
+    assert problem(16, [1.0] * 16) is Problem.JUMP
+
+
+def test_rows_that_are_all_wide_gain_nothing_from_scales():
+    """Unless their scale is made for other steps."""
+    flushed = {"underflow": 0.5, "error": 0.01, "dynamic_range": 40.0}
+    remedy = lambda **of: checked(operand("0", "input", StaticScaling(scale=1.0), **flushed, **of))[0].remedy
+    assert remedy(wide_rows=0.1) is Remedy.SCALE_PER_ROW and remedy(wide_rows=0.9) is Remedy.HIGH_PRECISION
+    assert remedy(wide_rows=0.9, scale=100 / 448) is Remedy.SCALE_PER_ROW
+
+
+@pytest.mark.parametrize("share, is_problem", [(0.03, False), (0.08, True)])
+def test_printed_statistics_and_the_diagnosis_have_one_threshold(share, is_problem):
+    x = jax.random.normal(KEY, (64, 256)).ravel()
+    x = x.at[: int(share * x.size)].set(1e-12).reshape(64, 256)
+    measured = _measure(model := fp8.fp8_linear_layers(UP, recipe="current"), squares, x)
+    assert bool(diagnose(model, measured)) == is_problem
+    line = " ".join(str(measured).split())
+    assert ("none underflows by more than 5%" in line) != is_problem
+    assert ("1 of 3 operands underflows by more than 5%" in line) == is_problem
 
 
 def spiked(scaling, scale_of, *, kurtosis=3.0, name="input", recipe=None):

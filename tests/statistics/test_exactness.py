@@ -38,18 +38,32 @@ FIELDS = (
     "norm",
     "dynamic_range",
     "kurtosis",
+    "wide_rows",
     "nonfinite",
 )
 
 
 def tensors():
-    """Wide distributions, so that each format flushes something to zero; the rows of a device differ from the next."""
+    """Wide distributions, so that each format flushes something to zero; the rows of a device differ from the next.
+
+    Every third row and every fourth column is small.
+    """
     rng = np.random.default_rng(0)
     shapes = (ROWS, IN), (IN, OUT), (ROWS, OUT)
-    return tuple((rng.standard_normal(s) * np.exp2(rng.integers(-20, 4, s))).astype(np.float32) for s in shapes)
+    arrays = tuple((rng.standard_normal(s) * np.exp2(rng.integers(-20, 4, s))).astype(np.float32) for s in shapes)
+    for x in arrays:
+        x[::3] /= 64
+        x[:, ::4] /= 64
+    return arrays
 
 
-def expected(x, format):
+def share_of_wide_rows(x, contracted):
+    """How many of the rows that are not zero reach an eighth of the largest."""
+    amaxes = np.abs(x).max(contracted)
+    return (amaxes >= amaxes.max() / 8).sum() / (amaxes > 0).sum()
+
+
+def expected(x, format, contracted):
     """Every statistic in float64."""
     data, scale = reference.current(x, format)
     codes, scale = data.astype(np.float64), float(np.asarray(scale).reshape(()))
@@ -67,12 +81,14 @@ def expected(x, format):
         "norm": np.sqrt((x**2).sum()),
         "dynamic_range": np.log2(np.abs(x).max() / np.abs(x)[x != 0].min()),
         "kurtosis": (centered**4).mean() / (centered**2).mean() ** 2,
+        "wide_rows": share_of_wide_rows(x, contracted),
         "nonfinite": 0.0,
     }
 
 
 def of_all(arrays):
-    return [expected(x, format) for x, format in zip(arrays, ("E4M3", "E4M3", "E5M2"), strict=True)]
+    """Of input, kernel and output gradient, with the axis that fprop or dgrad sums over."""
+    return [expected(x, *how) for x, how in zip(arrays, (("E4M3", 1), ("E4M3", 0), ("E5M2", 1)), strict=True)]
 
 
 def assert_equal(measured, rows):
@@ -182,6 +198,7 @@ def test_each_expert_is_measured_apart(sizes):
                 "rms_error": np.sqrt(((wide - values) ** 2).mean()),
                 "norm": np.sqrt((wide**2).sum()),
                 "kurtosis": (centered**4).mean() / (centered**2).mean() ** 2,
+                "wide_rows": share_of_wide_rows(wide, 0 if i == 1 else 1),
                 "active": 1.0,
             }
             for field, value in row.items():

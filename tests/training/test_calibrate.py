@@ -618,3 +618,18 @@ def test_static_scales_that_are_not_calibrated_in_a_loop_of_ones_own(wrap):
     overwrites, grads = partition_for_grad_overwrite(eqx.filter_jit(filter_grad(of_batch))(model, GOOD))
     with pytest.raises(ValueError, match="model has static scales that are not calibrated"):
         apply_updates(model, grads, overwrites)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("switch", [jax.debug_infs, jax.debug_nans])
+def test_under_the_switches_that_look_for_nan_and_infinity(switch, x64):
+    """Also with a layer that the loss leaves out, whose gradient is `-inf`, and a mask in the batch."""
+    model = fp8_linear_layers({"used": layer(0, In, Out), "unused": layer(1, In, Out)}, SHORT)
+    x = hax.named(normal(1, (Batch.size, In.size)), (Batch, In))
+    mask = np.where(np.arange(Batch.size) % 2, -np.inf, 0.0).astype(np.float32)
+    loss = lambda model, x, mask: hax.sum(model["used"](x)).scalar() + jnp.exp(jnp.asarray(mask)).sum()
+    step = TrainStep(loss, optax.sgd(0.1), microbatches=2)
+    with switch(True), jax.enable_x64(x64):
+        for found in (calibrate(model, loss, [(x, mask)]), step.calibrate(model, x, mask)):
+            np.testing.assert_allclose(found["used"].dot_general.scale("input"), amax(x) / np.float32(448.0), rtol=EPS)
+            np.testing.assert_array_equal(found["unused"].dot_general.state.scale, 1.0)

@@ -63,6 +63,23 @@ def test_so_it_is_in_a_scan_over_layers():
         jax.grad(lambda w: loss_fn(eqx.tree_at(lambda m: m.layers.weight, model, w)))(model.layers.weight)
 
 
+def test_every_cause_is_named():
+    """State in the frozen part; a conversion inside the loss; an op that each call makes."""
+
+    def converts(model):
+        return loss_fn(fp8.fp8_linear_layers(model))
+
+    def makes_an_op(model):
+        op = fp8.Fp8DotGeneral.init()
+        return jnp.sum(op(X, model.layers[0].weight, (((1,), (1,)), ((), ()))))
+
+    for loss in (converts, makes_an_op):
+        with pytest.warns(UserWarning, match=WARNING) as caught:
+            eqx.filter_grad(loss)(PLAIN)
+        for cause in ("inside the loss: convert it once", "inside __call__: make it a field", "eqx.partition"):
+            assert cause in str(caught[0].message)
+
+
 def test_what_is_right_is_silent():
     trained, frozen = eqx.partition(MODEL, spec_of(MODEL, with_state=True))
     base = fp8.fp8_linear_layers(PLAIN, recipe="rowwise")
@@ -114,7 +131,16 @@ def test_averages():
     # Inside a compiled step, and of plain models.
     target = eqx.filter_jit(incremental_update)(models[3], models[0], 0.25)
     np.testing.assert_allclose(target.layers[0].bias, 0.25 * models[3].layers[0].bias + 0.75 * models[0].layers[0].bias)
+    for step_size, end in ((0, models[0]), (jnp.float32(1.0), models[3])):
+        moved = incremental_update(models[3], models[0], step_size)
+        np.testing.assert_array_equal(moved.layers[0].weight, end.layers[0].weight)
     assert jax.tree.structure(incremental_update(PLAIN, PLAIN, 0.5)) == jax.tree.structure(PLAIN)
+
+
+@pytest.mark.parametrize("step_size", [2, -0.1, np.nan, np.inf, None, "0.5", True, jnp.float32(1.5)])
+def test_an_average_moves_by_a_share(step_size):
+    with pytest.raises(ValueError, match="step_size=.*from 0 to 1"):
+        incremental_update(MODEL, MODEL, step_size)
 
 
 def test_mistakes_in_averages():

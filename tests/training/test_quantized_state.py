@@ -128,6 +128,30 @@ def test_a_value_that_is_not_finite_makes_its_block_nan(bad):
     np.testing.assert_array_equal(values[-1][2 * SIZE :], 0.0)
 
 
+@pytest.mark.parametrize("spike", [3e38, 1e20, np.inf, np.nan])
+def test_updates_after_one_huge_gradient(spike):
+    """Float32 holds 3e38, and not its square. The step is late enough that no correction of bias hides an update."""
+    gradient, wide = jnp.asarray(np.stack([NORMAL, NORMAL])), optax.adam(1.0, b2=0.9)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(optimizer, spike):
+        def step(state, index):
+            updates, state = optimizer.update(jnp.where(index == 60, gradient.at[0, 5].set(spike), gradient), state)
+            return state, updates
+
+        return jax.lax.scan(step, optimizer.init(gradient), jnp.arange(70))[1][60:]
+
+    expected, updates = run(wide, spike), run(quantized_state(wide, min_size=0), spike)
+    assert np.isfinite(updates[:, 1]).all()
+    if not np.isfinite(spike):
+        assert np.isnan(updates[0, 0, 5]) and np.isnan(updates[1:, 0]).all()
+        return
+    assert np.abs(updates).max() < 4.0
+    # A block's neighboring values are far apart while it spans 40 decades.
+    others = (np.asarray(updates) / expected)[:, 0, np.arange(SIZE) != 5]
+    assert 1 / 3 < others.min() and others.max() < 3
+
+
 def test_a_second_moment_follows_its_own_gradient():
     """Its gradient becomes 10 times smaller, that of its block does not. Rounded to nearest, `0.999 v` stays `v`."""
     steps, decay = 4000, 0.999
@@ -255,7 +279,7 @@ def test_every_optimizer_trains_resumes_and_changes_precision(name, tree, tmp_pa
     # The gap, of all that was learned: both start at the same loss.
     assert losses[0] == expected[0] and expected[-1] < expected[0]
     assert abs(losses[-1] - expected[-1]) < 0.05 * (expected[0] - expected[-1])
-    # Not the embedding's, the biases' and what 128 does not divide. Muon leaves arrays of three axes to Adam.
+    # Not the embedding's, the biases' and what 128 does not divide. By itself Muon leaves arrays of three axes to Adam.
     assert len(moments(state)) == {"adam": 6, "adamw": 6, "muon": 5}.get(name, 3)
     for data, scale, _ in moments(state):
         weight = next(x for x in jax.tree.leaves(model) if x.shape == data.shape)
@@ -302,7 +326,7 @@ def test_what_stays_in_float32_says_why(monkeypatch):
         assert line in shown
     assert state.optimizer[0].mu["odd"].dtype == jnp.float32
     of_trace = functools.partial(quantized_state, store)
-    assert reasons(of_trace(min_size=0, where=lambda path, x: path != "weight" and x.shape), PARAMS) == {
+    assert reasons(of_trace(min_size=0, where=lambda path, x: path != "weight" and x.size > 0), PARAMS) == {
         "trace.weight": "left out by where",
         "trace.odd": "the last axis, 100, is not a multiple of 128",
     }
@@ -466,6 +490,11 @@ def test_orbax_saves_and_restores_it(tmp_path):
     [
         (lambda: quantized_state(None), "optimizer=None of quantized_state is not an optimizer; use optax.adamw"),
         (lambda: quantized_state(optax.adam(1e-3), min_size=0.5), "min_size=0.5 of quantized_state must be an integer"),
+        (lambda: quantized_state(optax.adam(1e-3), min_size=-1), "min_size=-1 of quantized_state is negative"),
+        (
+            lambda: quantized_state(optax.adam(1e-3), where=lambda path, x: None).init(PARAMS),
+            "where of quantized_state returned None for 'odd'; it must return True",
+        ),
         (lambda: quantized_state(optax.adam(1e-3), where="head"), "where='head' of quantized_state must be a function"),
         (
             lambda: quantized_state(store).update(PARAMS, store.init(PARAMS)),

@@ -386,6 +386,47 @@ def test_gradient_around_shard_map(jit, check_vma):
     np.testing.assert_array_equal(newest(jit(fp8.filter_grad(around))(LAYER, X))[:2], expected[:2])
 
 
+@jitted_or_not
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_branch_per_example_in_shard_map_is_refused_by_name(jit, recompute):
+    """Without `check_vma` the plain gradient raises as well, so it cannot tell whose error this is."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    arrays, static = eqx.partition(LAYER, eqx.is_array)
+    take = fp8.filter_grad(
+        lambda layer, x: jax.vmap(lambda row: lax.cond(row[0] > 0, lambda row: layer(row), lambda row: row, row))(
+            x
+        ).sum(),
+        recompute_in_scans=recompute,
+    )
+    inside = lambda arrays, x: eqx.filter(take(eqx.combine(arrays, static), x), eqx.is_array)
+    mapped = jax.shard_map(inside, mesh=mesh, in_specs=(P(), P("x")), out_specs=P(), check_vma=False)
+    with pytest.raises(ValueError, match=r"each take their own branch.*jnp\.where"):
+        jit(mapped)(arrays, X)
+
+
+@pytest.mark.parametrize("take", [fp8.filter_grad, fp8.filter_value_and_grad, fp8.training.exact_gradients])
+def test_losses_and_choices_of_another_kind(take):
+    for loss in (None, 3):
+        with pytest.raises(ValueError, match=f"loss_fn={loss} is not a function"):
+            take(loss)
+    with pytest.raises(ValueError, match="has_aux=1 of .* must be True or False"):
+        take(batched, has_aux=1)
+
+
+def test_state_of_another_history_length():
+    longer = fp8.fp8_linear_layers(eqx.nn.Linear(4, 4, key=jax.random.key(0)), fp8.Fp8Config(amax_history_length=8))
+    gradients, others = fp8.filter_grad(batched)(LAYER, X), fp8.filter_grad(batched)(longer, X)
+    message = "another recipe.*amax_history_length=8.*the model has .*amax_history_length=4"
+    with pytest.raises(ValueError, match=f"overwrites .*{message}"):
+        overwrites, updates = (
+            fp8.partition_for_grad_overwrite(others)[0],
+            fp8.partition_for_grad_overwrite(gradients)[1],
+        )
+        fp8.apply_updates(LAYER, updates, overwrites)
+    with pytest.raises(ValueError, match=f"gradients .*{message}"):
+        fp8.accumulate_gradients(gradients, others)
+
+
 # --- How the user runs things -----------------------------------------------------------------------------------------
 
 

@@ -13,19 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 from jaxtyping import Array, Float, Float32, Int
 
-from ..._jax.custom_partitioning import (
-    has_its_part,
-    knows_devices,
-    lower_after_partitioning,
-    lower_with_devices,
-    platforms_of,
-)
+from ..._jax.custom_partitioning import has_its_part, knows_devices, lower_after_partitioning, platforms_of
 from ..._jax.meshes import all_varying, aval_of_result
-from ..._jax.primitives import compile_alone, to_front
+from ..._jax.primitives import define, mapped_in_front
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
 from ...devices.grouped import GroupedImplementation
@@ -63,9 +56,6 @@ def divided_over_devices(
     leaves, structure = jax.tree.flatten((a, b, group_sizes, None if scale is None else scale[..., None]))
     leaves = all_varying(*leaves)
     return grouped_product_p.bind(*leaves, work=work, structure=structure, platform=Device.default().platform)
-
-
-grouped_product_p = Primitive("fp8_grouped_product")
 
 
 def _whole(*leaves: Array, work: OneDevice, structure: Any) -> Array:
@@ -190,9 +180,7 @@ def _aval(*leaves: Any, work: OneDevice, structure: Any, platform: str) -> Any:
 
 def _batched(leaves: Any, axes: Any, *, work: OneDevice, structure: Any, platform: str) -> tuple[Array, int]:
     """Mapped examples are members."""
-    size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
-    moved = [to_front(x, axis, size, 0) for x, axis in zip(leaves, axes, strict=True)]
-    a, b, sizes, scale = jax.tree.unflatten(structure, moved)
+    a, b, sizes, scale = jax.tree.unflatten(structure, mapped_in_front(leaves, axes))
     a, b = (x if x.block is None else dataclasses.replace(x, block=(1, *x.block)) for x in (a, b))
     leaves, structure = jax.tree.flatten((a, b, sizes, scale))
     work = dataclasses.replace(work, batch=work.batch + 1)
@@ -227,8 +215,4 @@ def _lowered(context: Any, *operands: Any, work: OneDevice, structure: Any, plat
     )
 
 
-compile_alone(grouped_product_p)
-grouped_product_p.def_abstract_eval(_aval)
-mlir.register_lowering(grouped_product_p, _lowered)
-batching.primitive_batchers[grouped_product_p] = _batched
-lower_with_devices(grouped_product_p)
+grouped_product_p = define("fp8_grouped_product", aval=_aval, batch=_batched, lower=_lowered, with_devices=True)

@@ -15,14 +15,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float32
 
-from ..._jax.custom_partitioning import lower_with_devices
 from ..._jax.meshes import aval_of_result
-from ..._jax.primitives import compile_alone, lower_by_platform, to_front
+from ..._jax.primitives import define, mapped_in_front
 from ..._jax.private import needs
 from . import emulated
 from .emulated import AttentionSpec, TensorScales
@@ -205,9 +203,6 @@ def _private(primitive: str) -> tuple[Callable[..., Any], int]:
 
 # --- The primitives ---------------------------------------------------------------------------------------------------
 
-forward_p = Primitive("fp8_attention_forward")
-backward_p = Primitive("fp8_attention_backward")
-
 
 def _emulated_forward(*arrays: Array, spec: AttentionSpec, differentiated: bool) -> Any:
     del differentiated
@@ -256,31 +251,30 @@ def _backward_avals(*avals: Any, spec: AttentionSpec):
     return (*(aval_of_result(x, x.shape, x.dtype) for x in avals[:3]), amaxes)
 
 
-def _batch(primitive: Primitive) -> Callable[..., Any]:
-    """Examples that are mapped here become members of an ensemble, each with its own amaxes."""
+def _defined(name: str, avals: Callable[..., Any], emulation: Callable[..., Any], cudnn: Callable[..., Any]) -> Any:
+    """A primitive that is known only where it is lowered.
 
-    def rule(arrays: Any, axes: Any, *, spec: AttentionSpec, **params: Any) -> Any:
-        size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
-        arrays = [to_front(x, axis, size, 0) for x, axis in zip(arrays, axes, strict=True)]
-        results = primitive.bind(*arrays, spec=dataclasses.replace(spec, ensemble=spec.ensemble + 1), **params)
+    Examples that are mapped here become members of an ensemble, each with its own amaxes.
+    """
+
+    def batch(arrays: Any, axes: Any, *, spec: AttentionSpec, **params: Any) -> Any:
+        more = dataclasses.replace(spec, ensemble=spec.ensemble + 1)
+        results = primitive.bind(*mapped_in_front(arrays, axes), spec=more, **params)
         return results, [0] * len(results)
 
-    return rule
-
-
-for _primitive, _emulation, _cudnn, _avals in (
-    (forward_p, _emulated_forward, _cudnn_forward, _forward_avals),
-    (backward_p, emulated.backward, _cudnn_backward, _backward_avals),
-):
-    _primitive.multiple_results = True
-    compile_alone(_primitive)
-    _primitive.def_abstract_eval(_avals)
-    _lowered = functools.partial(mlir.lower_fun, multiple_results=True)
-    lower_by_platform(
-        _primitive,
-        _lowered(_elsewhere(_emulation)),
-        cpu=_lowered(_emulation),
-        cuda=_lowered(_on_cuda(_cudnn, _emulation)),
+    lowered = functools.partial(mlir.lower_fun, multiple_results=True)
+    primitive = define(
+        name,
+        aval=avals,
+        batch=batch,
+        lower=lowered(_elsewhere(emulation)),
+        cpu=lowered(emulation),
+        cuda=lowered(_on_cuda(cudnn, emulation)),
+        multiple_results=True,
+        with_devices=True,
     )
-    batching.primitive_batchers[_primitive] = _batch(_primitive)
-lower_with_devices(forward_p, backward_p)
+    return primitive
+
+
+forward_p = _defined("fp8_attention_forward", _forward_avals, _emulated_forward, _cudnn_forward)
+backward_p = _defined("fp8_attention_backward", _backward_avals, emulated.backward, _cudnn_backward)

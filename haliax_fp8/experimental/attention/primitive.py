@@ -18,14 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jaxtyping import Array, Float, Float32
 
-from ..._jax.custom_partitioning import lower_with_devices
 from ..._jax.max_grad import require_differentiated_state, require_transposed_state, to_float32
 from ..._jax.meshes import all_varying, aval_of_result
 from ..._jax.opaque import opaque
-from ..._jax.primitives import define_linearization, to_front
+from ..._jax.primitives import define, mapped_in_front, mapped_size, to_front
 from ..._state.record import cotangent, in_product
 from . import platforms
 from .emulated import OPERANDS, TENSORS, AttentionSpec, TensorScales, amax, reference
@@ -147,11 +146,6 @@ def _amaxes(
 # --- The primitives ---------------------------------------------------------------------------------------------------
 
 
-# The names in jaxprs.
-fp8_attention_p = Primitive("fp8_attention")
-fp8_attention_tangent_p = Primitive("fp8_attention_tangent")
-
-
 def _attention(query: Array, key: Array, value: Array, record: Array, *, spec: AttentionSpec) -> Array:
     return _forward(query, key, value, in_product(record), spec=spec, differentiated=False)[0]
 
@@ -223,16 +217,16 @@ def _out_of_batch(x: Array, size: int, position: int) -> Array:
     return jnp.moveaxis(x, position, 0)
 
 
-def _with_ensemble(primitive: Primitive, args: Any, axes: Any, size: int, *, spec: AttentionSpec, **params: Any) -> Any:
+def _with_ensemble(primitive: Primitive, args: Any, axes: Any, *, spec: AttentionSpec, **params: Any) -> Any:
     """Examples with a state each are members of an ensemble."""
-    args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
+    args = mapped_in_front(args, axes)
     return primitive.bind(*args, spec=dataclasses.replace(spec, ensemble=spec.ensemble + 1), **params), 0
 
 
 def _attention_batch(args: Any, axes: Any, *, spec: AttentionSpec) -> tuple[Array, int]:
-    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    size = mapped_size(args, axes)
     if axes[3] is not None:
-        return _with_ensemble(fp8_attention_p, args, axes, size, spec=spec)
+        return _with_ensemble(fp8_attention_p, args, axes, spec=spec)
     position = spec.ensemble
     operands = [_into_batch(x, axis, size, position) for x, axis in zip(args[:3], axes[:3], strict=True)]
     return _out_of_batch(fp8_attention_p.bind(*operands, args[3], spec=spec), size, position), 0
@@ -240,10 +234,10 @@ def _attention_batch(args: Any, axes: Any, *, spec: AttentionSpec) -> tuple[Arra
 
 def _tangent_batch(args: Any, axes: Any, *, spec: AttentionSpec, linear: tuple[bool, ...]) -> tuple[Array, int]:
     """The batching rule for functions that JAX differentiates first and maps afterwards."""
-    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    size = mapped_size(args, axes)
     (tangents, residuals), (tangent_axes, residual_axes) = (_unpack(x, linear) for x in (args, axes))
     if tangent_axes[3] is not None or residual_axes.record is not None:
-        return _with_ensemble(fp8_attention_tangent_p, args, axes, size, spec=spec, linear=linear)
+        return _with_ensemble(fp8_attention_tangent_p, args, axes, spec=spec, linear=linear)
     position = spec.ensemble
     fold = lambda x, axis: None if x is None else _into_batch(x, axis, size, position)
     amaxes = residuals.amaxes
@@ -255,15 +249,20 @@ def _tangent_batch(args: Any, axes: Any, *, spec: AttentionSpec, linear: tuple[b
     return _out_of_batch(fp8_attention_tangent_p.bind(*args, spec=spec, linear=linear), size, position), 0
 
 
-for _primitive, _function, _aval, _batch in (
-    (fp8_attention_p, _attention, _attention_aval, _attention_batch),
-    (fp8_attention_tangent_p, _tangent, _tangent_aval, _tangent_batch),
-):
-    _primitive.def_impl(_function)
-    _primitive.def_abstract_eval(_aval)
-    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
-    batching.primitive_batchers[_primitive] = _batch
-lower_with_devices(fp8_attention_p, fp8_attention_tangent_p)
-ad.primitive_jvps[fp8_attention_p] = _jvp
-define_linearization(fp8_attention_p, _linearize)
-ad.primitive_transposes[fp8_attention_tangent_p] = _transpose
+fp8_attention_p = define(
+    "fp8_attention",
+    aval=_attention_aval,
+    batch=_attention_batch,
+    function=_attention,
+    jvp=_jvp,
+    linearize=_linearize,
+    with_devices=True,
+)
+fp8_attention_tangent_p = define(
+    "fp8_attention_tangent",
+    aval=_tangent_aval,
+    batch=_tangent_batch,
+    function=_tangent,
+    transpose=_transpose,
+    with_devices=True,
+)

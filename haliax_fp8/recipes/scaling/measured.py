@@ -32,10 +32,14 @@ STATISTICS = (
     "norm",
     "dynamic_range",
     "kurtosis",
+    "wide_rows",
     "nonfinite",
     "active",
 )
 """The measured numbers, in the order of the columns."""
+
+# A row this close to the amax of all gains three binades from a scale of its own, at most.
+_WIDE = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +51,13 @@ class Members:
         devices: Inside `shard_map`, the mesh axes over which devices hold parts of a member. Replicas count once. They
             are recognized by equal sums, as JAX marks a kernel that all devices hold as different on each of them.
         groups: Which rows are in each group; None if rows are not in groups.
+        contracted: The axes that the first product with the operand sums over: a row is all along them.
     """
 
     ensemble: int
     devices: tuple[str, ...] = ()
     groups: Bool[Array, "*members rows groups"] | None = None
+    contracted: tuple[int, ...] = ()
 
     def of_groups(self, sizes: Int[Array, "*members groups"], rows: int) -> "Members":
         """The members that groups of consecutive rows are.
@@ -204,7 +210,12 @@ def statistics_of(
     # About the mean: an operand that is everywhere the same has no tails.
     mean = members.at_elements(total / count, x.ndim)
     centered = jnp.where(finite, parts - mean, jnp.float32(0.0)) ** 2
-    variance, fourth = members.of_all_devices(members.totals(centered, centered**2), replicas)
+    # Of a row that devices share, each part counts as one.
+    amax_of_row = jnp.max(magnitude, members.contracted, keepdims=True)
+    has_values = amax_of_row > 0.0
+    is_wide = has_values & (amax_of_row * jnp.float32(_WIDE) >= members.at_elements(amax, x.ndim))
+    sums = [*members.totals(centered, centered**2), *members.totals(*map(jnp.float32, (is_wide, has_values)))]
+    variance, fourth, wide, rows = members.of_all_devices(sums, replicas)
     scale = quantized.scale
     scale = jnp.broadcast_to(scale, (*x.shape[: members.ensemble], *scale.shape[members.ensemble :]))
     by_name = {
@@ -218,6 +229,7 @@ def statistics_of(
         "norm": jnp.sqrt(squares) * unit,
         "dynamic_range": jnp.log2(_positive(amax)) - jnp.log2(_positive(smallest)),
         "kurtosis": (fourth / count) / _positive((variance / count) ** 2),
+        "wide_rows": wide / _positive(rows),
         "nonfinite": nonfinite,
         "active": jnp.ones_like(amax) if active is None else jnp.broadcast_to(active, amax.shape),
     }
