@@ -21,6 +21,7 @@ from .folder import CONFIG, TensorFolder
 from .four_bits import E2M1
 from .sizes import size_faults
 from .strict_json import BrokenCheckpoint
+from .whole_folder import every_fault
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -114,7 +115,7 @@ def check_folder(
     except NotSupported as other:
         found = tuple(Fault(*found) for found in _without_layout(folder))
         return CheckReport(path, other.layout, 0, len(folder.tensors), found, other.remedy)
-    found = itertools.chain(checked.faults(progress), _silent(folder))
+    found = itertools.chain(every_fault(checked, progress), _silent(folder))
     faults = sorted(dict.fromkeys(found), key=lambda fault: not fault.is_error)
     quantized = sum(map(is_quantized, checked.tensors.values()))
     four = sum(stored.dtype == E2M1 for stored in checked.tensors.values())

@@ -25,6 +25,7 @@ from ..folders.folder import TensorFolder, require_folder_name
 from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES, Inputs
 from ..folders.scaled_matrix import ScaledMatrix
 from ..folders.tensors import Tensor, Values, tensors_in, with_each_expert
+from ..folders.whole_folder import faults_of_folder
 from ..layers.checks import require_layers
 from ..layers.config import Fp8Config, as_config
 from ..layers.equinox import rebuilt
@@ -124,7 +125,7 @@ def _imported[M](
         }
     )
     is_tied = bool(folder.config.get("tie_word_embeddings"))
-    misfits = [fault for fault in checked.of_folder() if fault.is_error]
+    misfits = [fault for fault in faults_of_folder(checked) if fault.is_error]
     for fault in misfits:
         if fault.tensor not in folder.tensors:
             raise fault.error
