@@ -20,8 +20,9 @@ from .._jax import cudnn_attention
 from .._numerics.checks import nearest
 from ..layers.config import Fp8Config
 from ..layers.convert import fp8_linear_layers
+from ..models.feed_forward import MixtureOfExperts
 from ..models.rotary import rotate
-from ..models.transformer import MixtureOfExperts, Norm, Transformer, TransformerConfig, causal_attention
+from ..models.transformer import Norm, Transformer, TransformerConfig, causal_attention
 from ..training.cast import cast_params
 from ..training.step import TrainStep
 

@@ -11,21 +11,15 @@ from ..folders.config_keys import ELSEWHERE, Fields
 from ..folders.families import DEFAULTS, FAMILIES, Family
 from ..folders.folder import TensorFolder
 from ..models.adapters import require_merged
+from ..models.feed_forward import JoinedSwiGlu, MixtureOfExperts, Mlp, SwiGlu, geglu, squared_relu, swiglu
 from ..models.rotary import LinearRope, Llama3Rope, LongRope, NtkRope, Rope, YarnRope
 from ..models.transformer import (
-    JoinedSwiGlu,
-    MixtureOfExperts,
-    Mlp,
     OffsetRmsNorm,
     QueryGrowth,
-    SwiGlu,
     Transformer,
     TransformerConfig,
-    geglu,
     offset_rms_norm,
     rms_norm,
-    squared_relu,
-    swiglu,
 )
 from .names import NameMap
 

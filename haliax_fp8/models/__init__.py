@@ -10,6 +10,15 @@ from .adapters import (
     merge_lora as merge_lora,
     with_dropout_keys as with_dropout_keys,
 )
+from .feed_forward import (
+    JoinedSwiGlu as JoinedSwiGlu,
+    MixtureOfExperts as MixtureOfExperts,
+    Mlp as Mlp,
+    SwiGlu as SwiGlu,
+    geglu as geglu,
+    squared_relu as squared_relu,
+    swiglu as swiglu,
+)
 from .rotary import (
     LinearRope as LinearRope,
     Llama3Rope as Llama3Rope,
@@ -23,16 +32,9 @@ from .rotary import (
 from .transformer import (
     Attention as Attention,
     Block as Block,
-    JoinedSwiGlu as JoinedSwiGlu,
-    MixtureOfExperts as MixtureOfExperts,
-    Mlp as Mlp,
     QueryGrowth as QueryGrowth,
-    SwiGlu as SwiGlu,
     Transformer as Transformer,
     TransformerConfig as TransformerConfig,
     causal_attention as causal_attention,
-    geglu as geglu,
     offset_rms_norm as offset_rms_norm,
-    squared_relu as squared_relu,
-    swiglu as swiglu,
 )
