@@ -32,6 +32,7 @@ def test_a_line_without_its_end_is_lost_and_no_other(tmp_path):
     text = measured.path.read_text()
     measured.path.write_text(text + '{"device": "gpu", "part": "lin')
     measured.append(row(library="haliax_fp8", ms=0.5))
+    assert measured.path.read_text().startswith(text) and len(measured.path.read_text().splitlines()) == 6
     assert measured.rows("gpu") == [row(ms=2.0), row(library="haliax_fp8", ms=0.5)]
     assert (measured.done("gpu"), measured.done("other")) == ({"linear"}, set())
 
