@@ -87,7 +87,7 @@ def test_calls_do_what_is_left_and_fits(tmp_path, monkeypatch, capsys, generatio
 
 @pytest.mark.slow
 def test_a_killed_call_goes_on(tmp_path):
-    """Its process ends with it, what it measured stays, and the next call does only what is left."""
+    """Its process ends with it, what it measured stays, and the next call finishes."""
     file = tmp_path / "measured.jsonl"
     command = [sys.executable, str(BENCHMARKS / "one_hour_on_a_gpu.py"), "--smoke", "--json", str(file)]
     command += ["--minutes", "60", "--part", "product", "--part", "idle"]
