@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import os
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,10 @@ class Measurements:
     def append(self, line: Row) -> None:
         """Adds a line; what a killed process wrote last may lack its end."""
         with self.path.open("a+b") as file:
-            if file.tell() and (file.seek(-1, 2) or file.read(1)) != b"\n":
-                file.write(b"\n")
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
             file.write(json.dumps(line).encode() + b"\n")
 
     def lines(self) -> list[Row]:

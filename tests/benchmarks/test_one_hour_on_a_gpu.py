@@ -32,6 +32,7 @@ def test_a_line_without_its_end_is_lost_and_no_other(tmp_path):
     text = measured.path.read_text()
     measured.path.write_text(text + '{"device": "gpu", "part": "lin')
     measured.append(row(library="haliax_fp8", ms=0.5))
+    assert measured.path.read_text().startswith(text) and len(measured.path.read_text().splitlines()) == 6
     assert measured.rows("gpu") == [row(ms=2.0), row(library="haliax_fp8", ms=0.5)]
     assert (measured.done("gpu"), measured.done("other")) == ({"linear"}, set())
 
@@ -86,7 +87,7 @@ def test_calls_do_what_is_left_and_fits(tmp_path, monkeypatch, capsys, generatio
 
 @pytest.mark.slow
 def test_a_killed_call_goes_on(tmp_path):
-    """Its process ends with it, what it measured stays, and the next call does only what is left."""
+    """Its process ends with it, what it measured stays, and the next call finishes."""
     file = tmp_path / "measured.jsonl"
     command = [sys.executable, str(BENCHMARKS / "one_hour_on_a_gpu.py"), "--smoke", "--json", str(file)]
     command += ["--minutes", "60", "--part", "product", "--part", "idle"]
