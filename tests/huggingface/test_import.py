@@ -198,7 +198,9 @@ def test_the_backward_pass_keeps_fp8_only():
     weight = frozen["up"].thawed(jnp.float32).weight
     np.testing.assert_allclose(pullback(jnp.ones(96))[0], weight.sum(0), rtol=1e-5, atol=1e-5)
     mixed = [frozen, eqx.nn.Linear(64, 96, key=jax.random.key(0))]
-    assert describe(fp8_linear_layers(mixed))["0.up"].reason == "stored in E4M3, frozen"
+    with pytest.warns(UserWarning, match="frozen"):
+        converted = fp8_linear_layers(mixed)
+    assert describe(converted)["0.up"].reason == "stored in E4M3, frozen"
 
 
 def test_what_does_not_fit(tmp_path):
