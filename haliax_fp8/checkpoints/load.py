@@ -114,7 +114,7 @@ def load_into[M](
         >>> from haliax_fp8.checkpoints import load_into
         >>> fp8_model = fp8_linear_layers(model, recipe=DelayedScaling(amax_history_length=8))
         >>> weights = {"layers.0.weight": np.ones((32, 16), np.float32)}
-        >>> loaded, report = load_into(fp8_model, weights)
+        >>> loaded, report = load_into(fp8_model, weights, allow_fresh_weights=True)
         >>> report.kept, "calibrate" in report.fresh["layers.0.dot_general.state.table"]
         (('layers.0.weight',), True)
     """

@@ -161,17 +161,17 @@ def test_a_folder_goes_back_as_it_came(sizes, tmp_path):
 def test_another_architecture_is_refused_by_name(tmp_path):
     model = Transformer.init(SIZES, key=jax.random.key(0))
     source = published(tmp_path / "source", model)
+    theirs = load(source).config
     others = {
         "vocab_size=64, and model has 80": {"vocab": 80},
         "rope_theta=10000.0, and model has 500.0": {"rope_theta": 500.0},
         "tie_word_embeddings=False, and model has True": {"tied_head": True},
-        "['LlamaForCausalLM'], and model has ['Qwen3ForCausalLM']": {"query_key_norm": True},
-        "max_position_embeddings=4096, and model has 128": {"max_length": 128},
-        "learned positions": {"rope_theta": None},
+        "['MistralForCausalLM'], and model has ['Qwen3ForCausalLM']": {"query_key_norm": True},
+        "max_position_embeddings=32768, and model has 128": {"max_length": 128},
+        "learned positions": {"rope_theta": None, "windows": ()},
     }
     for message, parts in others.items():
-        other = dataclasses.replace(SIZES, **{"max_length": 4096, **parts})
-        other = Transformer.init(other, key=jax.random.key(0))
+        other = Transformer.init(dataclasses.replace(theirs, **parts), key=jax.random.key(0))
         with pytest.raises(ValueError, match=rf"like=.*source.*{re.escape(message)}"):
             export_model(other, tmp_path / "out", like=source)
     unknown = published(tmp_path / "unknown", model, model_type="gemma9")

@@ -57,6 +57,7 @@ OF_TREES = {
     "calibrate(model, loss_fn, batches)": lambda model: fp8.calibrate(model, loss_fn, [X]),
     "cast_params(model, dtype)": lambda model: fp8.cast_params(model, jnp.bfloat16),
     "with_rounding_keys(model, key)": lambda model: fp8.with_rounding_keys(model, jax.random.key(0)),
+    "muon_dimensions(model)": training.muon_dimensions,
     "apply_updates(module, updates, overwrites)": lambda model: fp8.apply_updates(model, None, None),
     "trainable(model)": fp8.trainable,
     "step.init(model)": STEP.init,
