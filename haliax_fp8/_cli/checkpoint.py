@@ -28,6 +28,7 @@ examples:
   %(prog)s check DIR
   %(prog)s explain DIR
   %(prog)s convert DIR --to FP8_DYNAMIC --output NEW
+  %(prog)s merge DIR ADAPTER --to FP8_DYNAMIC --output NEW
 
 exit status: 0 sound, 1 broken, 2 the command is wrong, 3 the layout is not
 supported here: what does not depend on it was checked.
@@ -43,7 +44,8 @@ def add_parsers(commands: Any) -> None:
     Args:
         commands: What `add_subparsers` gave.
     """
-    text = "check, explain or convert a folder of quantized weights, such as those that vLLM and Transformers load"
+    text = "check, explain or convert a folder of quantized weights, such as those that vLLM and Transformers load, or "
+    text += "merge an adapter into it"
     group = commands.add_parser(
         "checkpoint",
         help=text,
@@ -51,13 +53,17 @@ def add_parsers(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=Paragraphs,
     )
-    actions = group.add_subparsers(dest="action", required=True, metavar="check | explain | convert")
+    actions = group.add_subparsers(dest="action", required=True, metavar="check | explain | convert | merge")
     check = actions.add_parser("check", help="say what is wrong, by file and tensor")
     explain = actions.add_parser("explain", help="say what it holds, in which formats and bytes")
     convert = actions.add_parser("convert", help="write it in another layout")
+    merge = actions.add_parser("merge", help="write it with an adapter, ours or PEFT's, merged into its weights")
     layouts = [*named, PLAIN]
-    convert.add_argument("--to", required=True, choices=layouts, metavar="LAYOUT", help=f"one of {', '.join(layouts)}")
-    convert.add_argument("--output", required=True, type=pathlib.Path, metavar="NEW", help="a new or empty folder")
+    for action in (convert, merge):
+        action.add_argument(
+            "--to", required=True, choices=layouts, metavar="LAYOUT", help=f"one of {', '.join(layouts)}"
+        )
+        action.add_argument("--output", required=True, type=pathlib.Path, metavar="NEW", help="a new or empty folder")
     rounding = [member.value for member in ScaleRounding]
     convert.add_argument(
         "--scales",
@@ -77,14 +83,16 @@ def add_parsers(commands: Any) -> None:
     group.set_defaults(run=run_checkpoint)
     for action in (check, explain, convert):
         action.add_argument("--json", action="store_true", help="print JSON")
+    for action in (check, explain, convert, merge):
         action.add_argument("directory", type=pathlib.Path, metavar="DIR", help="config.json and safetensors")
         action.add_argument(
             "--follow-links", action="store_true", help="allow files that are links to elsewhere, as in a hub's cache"
         )
+    merge.add_argument("adapter", type=pathlib.Path, metavar="ADAPTER", help="adapter_config.json and safetensors")
 
 
 def run_checkpoint(options: argparse.Namespace) -> int:
-    """Runs one of the three.
+    """Runs one of the four.
 
     Args:
         options: The parsed flags.
@@ -106,6 +114,8 @@ def run_checkpoint(options: argparse.Namespace) -> int:
             found = explain_folder(options.directory, follow_links=options.follow_links)
             _show(found, options.json)
             return _STATUS[found.verdict]
+        if options.action == "merge":
+            return _merge(options)
         done = convert_folder(
             options.directory,
             options.output,
@@ -125,6 +135,18 @@ def run_checkpoint(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         # The flag is what the argument is called here.
         raise UsageError(str(error).replace("destination=", "--output=", 1)) from None
+
+
+def _merge(options: argparse.Namespace) -> int:
+    # The others start without JAX.
+    from ..huggingface import export_model, import_adapter, load
+    from ..models import merge_lora
+
+    base = load(options.directory, follow_links=options.follow_links)
+    merged = merge_lora(import_adapter(options.adapter, base))
+    links = {"like": options.directory, "follow_links": options.follow_links}
+    screen().print(export_model(merged, options.output, options.to, **links))
+    return 0
 
 
 def _show(result: CheckReport | Explanation | Conversion, in_json: bool) -> None:

@@ -17,6 +17,7 @@ from helpers import float64, unchecked
 from safetensors.numpy import load_file, save_file
 
 import haliax_fp8 as fp8
+from haliax_fp8._cli.main import main
 from haliax_fp8.folders.folder import TensorFolder
 from haliax_fp8.folders.layout import named
 from haliax_fp8.huggingface import check_folder, export_adapter, export_model, import_adapter, import_model, load
@@ -335,6 +336,22 @@ def test_adapters_come_back_bit_for_bit(kind, folder, tmp_path):
             ValueError, match=r"this is an adapter and not a model; .*import_adapter\('.*adapter', base\)"
         ):
             call(tmp_path / "adapter")
+
+
+@pytest.mark.more
+def test_folders_are_merged_on_the_command_line(tmp_path):
+    """As in a program, byte for byte."""
+    published, adapter = tmp_path / "base", tmp_path / "adapter"
+    export_model(Transformer.init(CONFIG, key=jax.random.key(0)), published, "BF16")
+    adapted = with_noise(add_lora(load(published), rank=4, key=jax.random.key(1)))
+    export_adapter(adapted, adapter)
+    export_model(merge_lora(adapted), tmp_path / "expected", "FP8_DYNAMIC", like=published)
+    new = tmp_path / "new"
+    assert (
+        main(["checkpoint", "merge", *map(str, (published, adapter)), "--to", "FP8_DYNAMIC", "--output", str(new)]) == 0
+    )
+    for file in ("model.safetensors", "config.json"):
+        assert (new / file).read_bytes() == (tmp_path / "expected" / file).read_bytes()
 
 
 def test_adapters_that_are_broken_or_do_not_fit(tmp_path):

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import doctest
 import io
+import json
 import math
 import pathlib
 import re
@@ -241,3 +242,14 @@ def test_numbers_may_differ_a_little_and_words_may_not():
     assert not is_close_output("loss 1.2", "loss 1.0")
     assert not is_close_output("lost 1.0", "loss 1.0")
     assert not is_close_output("1.0 2.0", "1.0")
+
+
+def test_the_table_of_convergence_is_its_run():
+    """The page's first table and its picture are drawn of one file."""
+    rows = json.loads((ROOT / "benchmarks" / "convergence.json").read_text())["rows"]
+    gaps = {(row["case"], row["variant"]): row["gap"] for row in rows if row["steps"] == 200 and row["seeds"] == 8}
+    table = (ROOT / "docs" / "convergence.md").read_text().partition("|---|")[2].partition("\n\n")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+    assert len(cells) == 7
+    for name, *found in cells:
+        assert found == [gaps[text, name] for text in ("topics", "source")], name
