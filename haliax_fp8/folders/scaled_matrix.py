@@ -199,6 +199,7 @@ def spread(matrix: ScaledMatrix, block: tuple[int, int]) -> ScaledMatrix | None:
 def divided(
     matrix: Rows, scale: np.ndarray, block: tuple[int, int], format: Format, origin: str, *, bf16_scales: bool
 ) -> ScaledMatrix:
+    """A matrix divided by scales that are there already, and cast."""
     if bf16_scales:
         scale = rounded_up(np.ascontiguousarray(scale, np.float32))
     return ScaledMatrix(cast(matrix, np.divide, scale, block, format), scale, block, origin)
@@ -293,6 +294,7 @@ def _are_equal(a: Rows, b: Rows) -> bool:
 
 
 def amax_of(matrix: Rows, block: tuple[int, int]) -> np.ndarray:
+    """The largest magnitude of each block, read some rows at a time."""
     columns = np.arange(0, matrix.shape[1], block[1])
     of_rows = [
         np.maximum.reduceat(np.abs(matrix[rows].astype(np.float32)), columns, axis=1) for rows in parts_of(matrix.shape)

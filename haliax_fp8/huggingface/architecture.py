@@ -237,7 +237,7 @@ def _rope_fields(config: TransformerConfig) -> Fields:
     written = _rope_settings(usual.pop())
     if config.query_growth is not None:
         if not isinstance(config.query_growth, QueryGrowth):
-            raise ValueError(f"model has query_growth={config.query_growth!r:.60}, which is no QueryGrowth; use that")
+            raise ValueError(f"model has query_growth={config.query_growth!r:.60}, not a QueryGrowth; use that")
         written["llama_4_scaling_beta"] = config.query_growth.beta
         written.setdefault("original_max_position_embeddings", config.query_growth.original_length)
     fields: Fields = {"rope": written}

@@ -73,7 +73,7 @@ def require_whole_model(model: Any, call: str, name: str = "model") -> None:
     nodes = jax.tree.leaves(model, is_leaf=lambda node: _is_state_of_optimizer(node) or is_op(node))
     if states := [type(node).__name__ for node in nodes if _is_state_of_optimizer(node)]:
         raise ValueError(
-            f"{name} is or holds an optimizer's state, {states[0]}, whose moments are no layers: give the model alone, "
+            f"{name} is or holds an optimizer's state, {states[0]}, and moments are not layers: give the model alone, "
             f"{call}"
         )
     without_state = any(is_op(node) and node.state is None and node.recipe.is_stateful for node in nodes)

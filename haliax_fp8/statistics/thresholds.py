@@ -30,7 +30,7 @@ class Thresholds(Printable):
         growth_steps: See `growth`.
         kurtosis: The kurtosis of inputs and kernels with one scale, if also `underflow_of_outliers` is exceeded.
         underflow_of_outliers: The share of elements flushed to zero beside outliers.
-        wide_rows: The share of rows near the tensor's amax beyond which a scale per row is no remedy.
+        wide_rows: The share of rows near the tensor's amax beyond which a scale for each row does not help.
         over_noise: `|x| / (sqrt(3) |x - q|)` of output gradients should be at least this (arXiv:2505.19115).
 
     Raises:
