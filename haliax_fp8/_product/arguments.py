@@ -3,6 +3,7 @@
 import contextlib
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +18,11 @@ def check_operands(lhs: Any, rhs: Any) -> None:
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
             is_batch = isinstance(x, tuple | list | dict)
             batch = ". If it is a batch, unpack it: step(model, opt_state, *batch) calls loss_fn(model, *batch)"
+            # Optax calls whatever can be called, and so a tree of labels or of masks that is a model.
+            tree = ". If it is a tree of labels or masks for Optax, pass lambda _: labels: Optax calls a model"
             raise ValueError(
                 f"{name} of an FP8 product is a {type(x).__name__}; pass an array, such as jnp.asarray(...) or the "
-                f".array of a haliax.NamedArray{batch if is_batch else ''}"
+                f".array of a haliax.NamedArray{batch if is_batch else tree if isinstance(x, eqx.Module) else ''}"
             )
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(

@@ -70,7 +70,13 @@ def with_a_function(updates):
     return eqx.tree_at(lambda model: model.activation, updates, jax.nn.relu, is_leaf=lambda node: node is None)
 
 
+def labels_that_optax_calls():
+    optimizer = optax.multi_transform({"all": optax.sgd(0.1)}, jax.tree.map(lambda _: "all", fp8.trainable(CONVERTED)))
+    optimizer.init(fp8.trainable(CONVERTED))
+
+
 CASES = {
+    "labels that are a model": (labels_that_optax_calls, "labels or masks for Optax, pass lambda _: labels"),
     "operands of a recipe": (
         lambda: Recipe(DelayedScaling(), DelayedScaling(), DelayedScaling()),
         r"input=DelayedScaling.* of Recipe is not a Quantization; use .*Recipe.of\(scaling\)",
