@@ -82,7 +82,7 @@ HEADS = {
     "tied, and written": ({"tie_word_embeddings": True}, True, True),
     "not tied": ({"tie_word_embeddings": False}, True, True),
     "no word of it": (
-        {"tie_word_embeddings": None, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
+        {"tie_word_embeddings": None, "model_type": "gemma", "architectures": ["GemmaForCausalLM"]},
         False,
         True,
     ),

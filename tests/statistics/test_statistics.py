@@ -237,7 +237,7 @@ def test_names_for_trackers():
     model = fp8.fp8_linear_layers(eqx.nn.MLP(8, 8, 16, 1, key=KEY), fp8.Fp8Config(recipe="current"))
     x = jax.random.normal(KEY, (4, 8))
     measured = jax.jit(lambda: fp8.quantization_statistics(model, lambda m: (jax.vmap(m)(x) ** 2).mean()).flat("q"))()
-    names = (*FIELDS, "scale", "last_bin", "active", "sqnr", "mse", "over_noise")
+    names = (*FIELDS, "scale", "last_bin", "active", "wide_rows", "sqnr", "mse", "over_noise")
     operands = [f"q/layers.{layer}/{operand}" for layer in (0, 1) for operand in OPERANDS]
     assert set(measured) == {f"{operand}/{name}" for operand in operands for name in names}
     np.testing.assert_allclose(float(measured["q/layers.0/input/amax"]), np.abs(np.asarray(x)).max())
