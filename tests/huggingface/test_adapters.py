@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import haliax_fp8 as fp8
 from haliax_fp8._cli.main import main
+from haliax_fp8.checkpoints import load_into, save
 from haliax_fp8.folders.folder import TensorFolder
 from haliax_fp8.folders.layout import named
 from haliax_fp8.huggingface import check_folder, export_adapter, export_model, import_adapter, import_model, load
@@ -336,6 +337,25 @@ def test_adapters_come_back_bit_for_bit(kind, folder, tmp_path):
             ValueError, match=r"this is an adapter and not a model; .*import_adapter\('.*adapter', base\)"
         ):
             call(tmp_path / "adapter")
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["plain", "frozen"])
+def test_a_resumed_run_has_the_same_bits(kind, folder, tmp_path, standard_promotion):
+    """From the exported adapter, the base and the optimizer's state; two steps before it, two after."""
+    step = fp8.TrainStep(loss_fn, optax.adamw(0.01))
+    trained = add_lora(model_of(kind, folder), rank=4, alpha=8, targets=ADAPTED, key=KEY)
+    state = step.init(trained)
+    for _ in range(2):
+        trained, state, _ = step(trained, state)
+    export_adapter(trained, tmp_path / "adapter")
+    save(tmp_path / "state", state)
+    resumed = import_adapter(tmp_path / "adapter", model_of(kind, folder))
+    resumed_state, _ = load_into(step.init(resumed), tmp_path / "state", strict=True)
+    for _ in range(2):
+        trained, state, _ = step(trained, state)
+        resumed, resumed_state, _ = step(resumed, resumed_state)
+    assert eqx.tree_equal((resumed, resumed_state), (trained, state))
 
 
 @pytest.mark.more
