@@ -13,7 +13,7 @@ from .folder import CONFIG, file_inside
 from .layout import KEY, MODELOPT, Layout
 
 
-HEAD, TIED = "lm_head", "tie_word_embeddings"
+HEAD, EMBEDDING, TIED = "lm_head", "embed_tokens.weight", "tie_word_embeddings"
 
 # Weights, and what is true of weights alone.
 _OF_WEIGHTS = re.compile(

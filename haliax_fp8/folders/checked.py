@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from .._tensor_names import WEIGHT, is_embedding, is_head, is_norm, is_table
+from .beside import TIED
 from .codes import Codes, count_codes, looked_through
 from .configuration import presented, read_layout
 from .folder import TensorFolder
@@ -210,7 +211,7 @@ class Checked:
         elif layer in self.ignored:
             wrong = f"it is in {bits}, and `ignore` lists the layer: engines take its bytes for the weights"
             remedy = f"remove {layer} from `ignore`"
-        elif is_head(layer) and self.folder.config.get("tie_word_embeddings"):
+        elif is_head(layer) and self.folder.config.get(TIED):
             wrong = f"it is in {bits}, and tie_word_embeddings is true: some engines use the embedding in its place"
             remedy = "remove the head and its scales, or set tie_word_embeddings to false"
         else:

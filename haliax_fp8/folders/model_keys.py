@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from .beside import EMBEDDING, HEAD, TIED
 from .folder import CONFIG, TensorFolder
 from .layout import FLOATS, KEY, Layout, as_float32
 from .patterns import matcher
@@ -17,7 +18,6 @@ _ROPE = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor"),
 }
-_HEAD, _EMBEDDING, _TIED = "lm_head", "embed_tokens.weight", "tie_word_embeddings"
 
 
 def model_faults(folder: TensorFolder, layout: Layout | None) -> Iterator[tuple[str, str, str, str]]:
@@ -37,22 +37,22 @@ def model_faults(folder: TensorFolder, layout: Layout | None) -> Iterator[tuple[
             if missing := [name for name in needed if part.get(name) is None and config.get(name) is None]:
                 problem = f"rope_type={kind!r} needs {', '.join(missing)}, without which positions have other angles"
                 yield CONFIG, key, problem, "copy it from the original folder"
-    if config.get(_TIED) is not True:
+    if config.get(TIED) is not True:
         return
-    head = folder.tensors.get(f"{_HEAD}.weight")
-    tables = [name for name in folder.tensors if name.endswith(_EMBEDDING)]
+    head = folder.tensors.get(f"{HEAD}.weight")
+    tables = [name for name in folder.tensors if name.endswith(EMBEDDING)]
     if head is not None and len(tables) == 1 and head.dtype in FLOATS:
         table = folder.tensors[tables[0]]
         if table.dtype in FLOATS and not _are_equal(head.array(), table.array()):
-            problem = f"it is not {tables[0]}, and {_TIED} is true: some engines use the embedding in its place"
-            yield head.file.name, head.name, problem, f"remove it, or set {_TIED} to false"
+            problem = f"it is not {tables[0]}, and {TIED} is true: some engines use the embedding in its place"
+            yield head.file.name, head.name, problem, f"remove it, or set {TIED} to false"
     is_causal = any("CausalLM" in str(name) for name in config.get("architectures") or [])
     if layout is not None and layout.method == "compressed-tensors" and head is None and tables and is_causal:
-        means = lambda key, entries: any(matcher(key, entry, layout.method)(_HEAD) for entry in entries)
+        means = lambda key, entries: any(matcher(key, entry, layout.method)(HEAD) for entry in entries)
         is_meant = "Linear" in layout.targets or means("targets", layout.targets)
         if is_meant and not means("ignore", layout.ignore):
-            problem = f"{_TIED} is true, and `ignore` does not list {_HEAD}: Transformers quantizes it, and its scale"
-            yield CONFIG, KEY, f"{problem} is whatever was in the memory", f"add {_HEAD} to `ignore`"
+            problem = f"{TIED} is true, and `ignore` does not list {HEAD}: Transformers quantizes it, and its scale"
+            yield CONFIG, KEY, f"{problem} is whatever was in the memory", f"add {HEAD} to `ignore`"
 
 
 def _are_equal(first: np.ndarray, second: np.ndarray) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .._printing.progress import Watcher, progress_of
 from .._tensor_names import SAME_INPUT, WEIGHT, is_head, is_linear, is_router
-from .beside import has_tied_head
+from .beside import HEAD, has_tied_head
 from .checked import Checked, Fault, bits_of, is_quantized
 from .folder import CONFIG
 from .four_bits import TwoLevels
@@ -80,7 +80,7 @@ def _of_configuration(checked: Checked, layout: Layout) -> Iterator[Fault]:
     yield from _of_targets(checked, layout)
     for entry in layout.ignore:
         tied = has_tied_head(checked.folder.config, checked.layers)
-        tied = tied and (is_head(entry) or matcher("ignore", entry, layout.method)("lm_head"))
+        tied = tied and (is_head(entry) or matcher("ignore", entry, layout.method)(HEAD))
         if not (tied or checked.matched("ignore", [entry])):
             kind = "matches" if entry.startswith(REGEX) else "is the name of"
             problem = f"{entry!r:.80} {kind} no layer of the checkpoint"

@@ -20,6 +20,7 @@ from .._numerics.fits import require_fits
 from .._printing.progress import Watcher, progress_of
 from .._product.arguments import floating_dtype
 from .._tensor_names import JOINED
+from ..folders.beside import EMBEDDING, HEAD, TIED
 from ..folders.checked import Checked, Fault
 from ..folders.folder import TensorFolder, require_folder_name
 from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES, Inputs
@@ -124,7 +125,7 @@ def _imported[M](
             name_map.to_checkpoint(tensor.name): tensor.shape[0] for tensor in tensors_of(model, rules) if tensor.shape
         }
     )
-    is_tied = bool(folder.config.get("tie_word_embeddings"))
+    is_tied = bool(folder.config.get(TIED))
     misfits = [fault for fault in faults_of_folder(checked) if fault.is_error]
     for fault in misfits:
         if fault.tensor not in folder.tensors:
@@ -317,8 +318,6 @@ def _with(layer: Any, changes: dict[str, Any]) -> Any:
 # --- What a model wants of a folder -----------------------------------------------------------------------------------
 
 
-_HEAD, _EMBEDDING = "lm_head", "embed_tokens.weight"
-
 # What a model need not have: tables and bounds that follow from the configuration, and scales of caches.
 _DERIVED = ("rotary_emb.inv_freq", *(f".{name}" for name in (INPUT_BOUND, *CACHE_SCALES)))
 
@@ -399,7 +398,7 @@ class _Checkpoint:
             return wanted
         if (whole := self._fused(parent, last, field)) is not None:
             return f"{whole}.{field}"
-        if last == _HEAD and field == "weight" and self.is_tied and self._embedding is not None:
+        if last == HEAD and field == "weight" and self.is_tied and self._embedding is not None:
             return self._embedding
         near = ", ".join(nearest(wanted, list(self.tensors), 3)) or "none"
         raise ValueError(f"the checkpoint has no {wanted}; the nearest are {near}. {self.remedies.of_missing}")
@@ -426,7 +425,7 @@ class _Checkpoint:
         used = {scale for name in wholes for scale in self._with_scales(name)}.union(read)
         rest = [name for name in self.checked.tensors if name not in used and not name.endswith(_DERIVED)]
         rest += [name for name, x in self.tensors.items() if x.whole and x.whole in wholes and name not in read]
-        tied, table = f"{_HEAD}.weight", self._embedding
+        tied, table = f"{HEAD}.weight", self._embedding
         if tied in rest and self.is_tied and table is not None and table in used:
             if np.array_equal(_dense(self.tensors[tied].read()), _dense(self.tensors[table].read())):
                 rest.remove(tied)
@@ -453,7 +452,7 @@ class _Checkpoint:
 
     @property
     def _embedding(self) -> str | None:
-        return next((name for name in self.tensors if name.endswith(_EMBEDDING)), None)
+        return next((name for name in self.tensors if name.endswith(EMBEDDING)), None)
 
     def _take(self, name: str) -> Values:
         whole = self.tensors[name].whole or name
