@@ -662,7 +662,8 @@ def test_rows_that_are_all_wide_gain_nothing_from_scales():
 
 def test_the_last_layer_whose_gradient_is_flushed_is_named_first():
     """The gradient comes from there; forward, it is the first layer."""
-    flushed = lambda layer, name: operand(layer, name, StaticScaling(scale=1.0), underflow=0.5, error=0.01)
+    numbers = {"underflow": 0.5, "error": 0.01, "dynamic_range": 40.0}
+    flushed = lambda layer, name: operand(layer, name, StaticScaling(scale=1.0), **numbers)
     diagnosis = checked(*[flushed(layer, name) for layer in "012" for name in ("input", "output_grad")])
     assert [(f.layer, f.operand) for f in diagnosis] == [
         *[(layer, "input") for layer in "012"],
