@@ -54,8 +54,8 @@ def describe(
         device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
             or emulated; by default the local one.
         predict: The device and tokens for which to predict the gain of FP8, such as `FasterOn("h100", tokens=8192)`;
-            by default those of the configuration's `only_if`, if any. A layer in high precision is predicted with the
-            recipe that it would get.
+            by default those of the first `FasterOn` among `targets`, if any. A layer in high precision is predicted
+            with the recipe that it would get.
         loss_fn: `loss_fn(model, *batch)`, to find layers that it never calls: a model may multiply by a layer's weight
             itself. It is traced, not run. Without it, a training step or `calibrate` has found those whose recipe
             keeps state.
@@ -82,7 +82,7 @@ def describe(
     named = None if device is None else Device.of(device, of="describe")
     chosen = Device.default() if named is None else named
     config_in_use = as_config(config)
-    predict = config_in_use.only_if if predict is None else predict
+    predict = next(iter(config_in_use.faster_on), None) if predict is None else predict
     reasons = _reasons_of_conversion(model) if config is None else {}
     if loss_fn is not None:
         _require_loss(loss_fn)
@@ -101,9 +101,11 @@ def describe(
         rule, kernel, op = decision.rule, decision.rule.kernel(node), decision.rule.op(node)
         recipe, known = _of_layer(decision, reasons.get(path), is_traced=is_traced)
         support = None if recipe is None else kernel.support(recipe, chosen)
-        recipe, residual = decision.selected, config_in_use.kernel_residual
+        recipe, residual = decision.recipe, config_in_use.kernel_residual
         if op is not None:
             recipe, residual = op.recipe, op.kernel_residual
+        elif decision.refusal is None:
+            recipe = recipe or config_in_use.resolved_recipe
         prediction = predict and recipe and predict.predict(rule, node, stack, recipe, residual)
         rows.append(LayerDescription(path, kernel.text, _sizes(stack), support=support, prediction=prediction, **known))
     if not any(row.recorded for row in rows):

@@ -1007,8 +1007,8 @@ CHANGES = (
     Change(
         "a model of which no layer would be faster is returned as it is",
         "layers/convert.py",
-        "if slower and all(",
-        "if slower and not all(",
+        "if judged and all(",
+        "if judged and not all(",
         ("test_only_where_faster.py::test_conversion_raises_where_no_layer_is_faster",),
     ),
     Change(
