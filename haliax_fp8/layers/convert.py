@@ -15,7 +15,7 @@ from ..recipes.compiler_options import log_cost_of_flags
 from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
 from .checks import require_layers
-from .config import Fp8Config, Fp8Options, as_config
+from .config import Fp8Config, Fp8Options, as_config, default_rules
 from .roles import only_if_named
 from .rule import LayerRule, OnlyIfNamed
 from .served import AbstractFrozenLayer, require_weights
@@ -121,28 +121,27 @@ def _with_choices(rule: LayerRule, layer: Any, op: Fp8DotGeneral, config: Fp8Con
     return rule.with_op(layer, dataclasses.replace(op, **choices, skipped=skipped))
 
 
-def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
+def restore_linear_layers[M](model: M, *, rules: tuple[LayerRule, ...] = default_rules) -> M:
     """Removes FP8 from a model: the inverse of `fp8_linear_layers`.
 
     Args:
-        module: A converted model.
-        config: Only its `rules` matter; needed if the model was converted with custom rules.
+        model: A converted model.
+        rules: The rules that it was converted with.
 
     Returns:
         The model with plain layers and without FP8 state.
 
     Raises:
-        ValueError: If `module` was made by `serving.quantize_for_inference`, whose layers have no weights.
+        ValueError: If `model` was made by `serving.quantize_for_inference`, whose layers have no weights.
     """
-    rules = as_config(config).rules
-    require_layers(module, "restore_linear_layers(module)", "module")
-    require_weights(module, "module", "Restore the model that it was made from")
+    require_layers(model, "restore_linear_layers(model)")
+    require_weights(model, "model", "Restore the model that it was made from")
 
     def restore(path: str, layer: Any) -> Any:
         rule = rule_of(layer, rules)
         return layer if rule.op(layer) is None else rule.with_op(layer, None)
 
-    return map_layers(restore, module, rules)
+    return map_layers(restore, model, rules)
 
 
 # --- the decision for each layer

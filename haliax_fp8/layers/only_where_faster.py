@@ -55,7 +55,7 @@ class FasterOn:
         >>> make = lambda In: hnn.Linear.init(In, Mlp, key=jax.random.key(0), use_bias=False)
         >>> layers = eqx.filter_eval_shape(lambda: {"up": make(Wide), "gate": make(Narrow)})
         >>> config = Fp8Config(targets=FasterOn("h100", tokens=8192))
-        >>> table = describe(fp8_linear_layers(layers, config), config)
+        >>> table = describe(fp8_linear_layers(layers, config), config=config)
         >>> print(f"{table['up'].prediction.gain:.2f}, {table['gate'].reason}")
         1.46, FP8 would take 1.89 times bf16's time on h100 at 8192 tokens
     """

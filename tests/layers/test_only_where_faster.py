@@ -46,7 +46,7 @@ def gain(*args, **options):
 
 def converted(layers, **options):
     config = Fp8Config(targets=FasterOn(**options))
-    return describe(fp8_linear_layers(layers, config), config)
+    return describe(fp8_linear_layers(layers, config), config=config)
 
 
 # --- the prediction ---------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_ensembles_stacks_and_experts():
     assert ensemble.overhead_bytes == 6 * (one.overhead_bytes + 6 * results)
     # Four small ones join what the members measured.
     assert ensemble.overhead_launches == one.overhead_launches + 4
-    current = describe(layers, fp8.Fp8Config(recipe="current"), predict=FasterOn("h100", tokens=4096))
+    current = describe(layers, config=fp8.Fp8Config(recipe="current"), predict=FasterOn("h100", tokens=4096))
     assert current["ensemble"].prediction.overhead_bytes == 6 * current["one"].prediction.overhead_bytes
     experts = table["experts"].prediction
     assert experts.gain < one.gain, "as many rows, eight kernels to quantize"
@@ -259,7 +259,7 @@ def test_the_margin():
     layers = {"x": linear(4096, 4096)}
     assert converted(layers, device="h100", tokens=4096, at_least=1.2).fp8_count == 1
     layers["wide"] = linear(16384, 16384)
-    row = describe(layers, Fp8Config(targets=FasterOn("h100", tokens=4096, at_least=1.4)))["x"]
+    row = describe(layers, config=Fp8Config(targets=FasterOn("h100", tokens=4096, at_least=1.4)))["x"]
     assert row.reason == f"FP8 would be {prediction.gain:.2f} times as fast as bf16 on h100 at 4096 tokens, below 1.4"
     exactly = converted(layers, device="h100", tokens=4096, at_least=prediction.gain)
     assert exactly.fp8_count == 2
@@ -269,10 +269,10 @@ def test_a_tied_head_is_judged_by_its_product():
     Vocab, Embed = hax.Axis("vocab", 128256), hax.Axis("embed", 4096)
     model = {"embed": eqx.filter_eval_shape(lambda: hnn.Embedding.init(Vocab, Embed, key=jax.random.key(0)))}
     faster = FasterOn("h100", tokens=8192)
-    row = describe(model, Fp8Config(targets=faster))["embed"]
+    row = describe(model, config=Fp8Config(targets=faster))["embed"]
     assert row.prediction is None and row.reason == "a tied head is converted only if a target names it"
     named = Fp8Config(targets=["embed", faster])
-    row = describe(fp8_linear_layers(model, named), named)["embed"]
+    row = describe(fp8_linear_layers(model, named), config=named)["embed"]
     assert row.is_fp8 and 1.4 < row.prediction.gain < 2
 
 
@@ -284,7 +284,7 @@ def test_layers_with_a_name_are_not_judged():
         overrides={"override": "current", "none": None},
         exclude="excluded",
     )
-    table = describe(fp8_linear_layers(layers, config), config)
+    table = describe(fp8_linear_layers(layers, config), config=config)
     assert {row.path for row in table if row.is_fp8} == {"wide", "target", "override"}
     assert "times bf16's time" in table["slow"].reason and table["none"].reason == "left alone by the override 'none'"
     assert table["target"].prediction.gain < 1 and table["target"].prediction == table["excluded"].prediction
@@ -312,7 +312,7 @@ def test_what_a_device_would_emulate_is_left_alone(device, recipe, reason):
     layer, faster = {"x": linear(16384, 16384)}, FasterOn(device, tokens=65536)
     with pytest.raises(ValueError, match=f"selects no layer: x: {re.escape(reason)}"):
         fp8_linear_layers(layer, recipe=recipe, targets=faster)
-    assert describe(layer, Fp8Config(recipe=recipe), predict=faster)["x"].prediction is None
+    assert describe(layer, config=Fp8Config(recipe=recipe), predict=faster)["x"].prediction is None
 
 
 def test_experts_take_what_their_implementation_takes():
@@ -321,7 +321,7 @@ def test_experts_take_what_their_implementation_takes():
     faster = FasterOn("h100", tokens=65536, experts_per_token=2)
     for recipe in ("delayed", "rowwise"):
         config = Fp8Config(recipe=recipe, targets=faster)
-        assert describe(fp8_linear_layers(moe, config), config).fp8_count == 1
+        assert describe(fp8_linear_layers(moe, config), config=config).fp8_count == 1
     with pytest.raises(ValueError, match="x: FP8 would be emulated on h100"):
         fp8_linear_layers(moe, recipe="mxfp8", targets=faster)
 
@@ -339,7 +339,7 @@ def test_a_rule_without_sizes():
     layer = {"x": linear(4096, 4096)}
     with pytest.raises(ValueError, match="x: its time in FP8 is unknown: the Kernel that MyRule returns has no In and"):
         fp8_linear_layers(layer, config)
-    assert describe(layer, Fp8Config(rules=(MyRule(),)))["x"].shape == "4096 × 4096"
+    assert describe(layer, config=Fp8Config(rules=(MyRule(),)))["x"].shape == "4096 × 4096"
 
 
 WIDTHS = st.integers(1, 20000)
@@ -357,10 +357,10 @@ def test_never_slower_than_bf16(sizes, tokens, device, recipe):
     config = Fp8Config(recipe=recipe, targets=FasterOn(device, tokens=tokens))
     layers = {str(i): linear(*size) for i, size in enumerate(sizes)}
     try:
-        table = describe(fp8_linear_layers(layers, config), config)
+        table = describe(fp8_linear_layers(layers, config), config=config)
     except ValueError as error:
         assert "targets=FasterOn(...) selects no layer" in str(error)
-        table = describe(layers, Fp8Config(recipe=recipe), predict=config.faster_on[0])
+        table = describe(layers, config=Fp8Config(recipe=recipe), predict=config.faster_on[0])
         assert all(row.prediction is None or row.prediction.gain < 1.1 for row in table)
         return
     bf16 = math.fsum(row.prediction.bf16 for row in table if row.prediction)
@@ -394,7 +394,7 @@ def test_without_it_everything_is_converted():
 def test_the_table():
     layers = {"up": linear(4096, 14336), "tiny": linear(64, 64)}
     config = Fp8Config(targets=FasterOn("h100", tokens=8192))
-    table = describe(fp8_linear_layers(layers, config), config)
+    table = describe(fp8_linear_layers(layers, config), config=config)
     text = str(table)
     assert "gain" in text and "1.46× (1.30 to 1.74)" in text and f"{table['tiny'].prediction.gain:.2f}×" in text
     assert "at 8192 tokens" in " ".join(text.split())
@@ -418,11 +418,11 @@ def test_before_and_after_conversion_and_for_another_device():
     layers = {"up": linear(4096, 14336), "tiny": linear(64, 64)}
     faster = FasterOn("h100", tokens=8192)
     config = Fp8Config(recipe="current", targets=faster)
-    before, after = describe(layers, config), describe(fp8_linear_layers(layers, config), config)
+    before, after = describe(layers, config=config), describe(fp8_linear_layers(layers, config), config=config)
     assert [row.prediction for row in before] == [row.prediction for row in after]
     # A converted model is described with the recipe that it has, whatever the configuration.
     assert describe(fp8_linear_layers(layers, config), predict=faster)["up"].prediction == after["up"].prediction
-    b200 = describe(layers, config, predict=FasterOn("b200", tokens=8192))
+    b200 = describe(layers, config=config, predict=FasterOn("b200", tokens=8192))
     assert b200["up"].prediction.bf16 < before["up"].prediction.bf16
     # What decides is the configuration's.
     assert [row.reason for row in b200] == [row.reason for row in before]
