@@ -148,7 +148,7 @@ class Fp8Config:
     @functools.cached_property
     def named_targets(self) -> tuple[Pattern, ...]:
         """The patterns of `targets` that select layers whether or not they are faster."""
-        targets = () if self.targets is None else self.targets
+        targets: Any = () if self.targets is None else self.targets
         if isinstance(targets, list | tuple):
             targets = [pattern for pattern in targets if not isinstance(pattern, FasterOn)]
         return () if isinstance(targets, FasterOn) else as_patterns("targets", targets)

@@ -200,8 +200,8 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
             case OnlyIfNamed() if recipe is not None and not is_named:
                 recipe, reason = None, refusal.reason
         if recipe is not None and not is_named and config.faster_on:
-            slower = [one.refusal(rule, layer, stack, recipe, config.kernel_residual) for one in config.faster_on]
-            judged[path] = reason = "" if None in slower else slower[0]
+            slower = [one.refusal(rule, layer, stack, recipe, config.kernel_residual) or "" for one in config.faster_on]
+            judged[path] = reason = "" if "" in slower else slower[0]
             recipe = None if reason else recipe
         decisions[path] = Decision(layer, rule, stack, recipe, reason, refusal)
     if judged and all(judged.values()):

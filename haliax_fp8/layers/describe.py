@@ -12,6 +12,7 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, KeyEntry
+from jaxtyping import PyTree
 
 from .._einsum import Fp8Einsum
 from .._jax.used import depends_on
@@ -35,7 +36,7 @@ from .walk import STACKED, all_ops, find_layers, find_layers_and_ops, is_op, map
 
 
 def describe(
-    model: Any,
+    model: PyTree,
     loss_fn: Callable[..., Any] | None = None,
     *batch: Any,
     config: Fp8Config | None = None,
