@@ -301,6 +301,17 @@ def test_what_policies_keep(outputs, wide):
     assert len(large) - 1 == wide, "the block's input, and results"
 
 
+def test_policies_are_values():
+    """Programs with equal policies are the same to JAX."""
+    make = [
+        fp8.memory.SaveFp8Operands,
+        lambda: fp8.memory.SaveFp8Operands(outputs=False),
+        fp8.memory.RecomputeElementwise,
+        lambda: dataclasses.replace(fp8.memory.RecomputeElementwise(), prevent_cse=True),
+    ]
+    assert len({policy() for policy in (*make, *make)}) == len(make)
+
+
 # --- Compressed activations -------------------------------------------------------------------------------------------
 
 

@@ -1030,7 +1030,7 @@ CHANGES = (
         "memory/policies.py",
         "type(other) is type(self) and vars(other) == vars(self)",
         "type(other) is type(self)",
-        ("test_memory_options.py::test_what_policies_keep",),
+        ("test_memory_options.py::test_policies_are_values",),
     ),
     Change(
         "a mapped product has its axis wherever the contraction puts it",
