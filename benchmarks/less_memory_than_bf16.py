@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import haliax as hax
 import jax.numpy as jnp
 from fewer_launches_than_peers import COLUMNS, held
 from lib import output
@@ -22,7 +21,7 @@ from lib.models import LLAMA_8B, STACKS, Stack, llama, mix
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
-from haliax_fp8.memory import KernelResidual, RecomputeElementwise, rematerialized, share_input_scales
+from haliax_fp8.memory import KernelResidual, RecomputeElementwise, SaveFp8Operands, rematerialized, share_input_scales
 
 
 BF16, FP8 = LIBRARIES["bf16"], LIBRARIES["haliax_fp8"]
@@ -52,10 +51,6 @@ def swiglu_in_float32(function: Any) -> Any:
     return function if is_other else rematerialized(function, compute_dtype=jnp.float32)
 
 
-def _saving(*names: str) -> Stack:
-    return llama(checkpointing=hax.ScanCheckpointPolicy(save_block_internals=list(names)))
-
-
 def options() -> dict[str, tuple[Stack, Library]]:
     """What is compiled, by name. "In the code": the blocks wrap SwiGLU in `rematerialized`."""
     shared = then(FP8, share_input_scales)
@@ -80,7 +75,7 @@ def options() -> dict[str, tuple[Stack, Library]]:
             shared,
         ),
         "scan: bf16, RecomputeElementwise": (llama(checkpointing=RecomputeElementwise()), BF16),
-        "scan: FP8, save_nothing_but_fp8": (_saving("fp8_operand"), FP8),
+        "scan: FP8, SaveFp8Operands(outputs=False)": (llama(checkpointing=SaveFp8Operands(outputs=False)), FP8),
     }
 
 

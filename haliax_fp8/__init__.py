@@ -32,13 +32,12 @@ if TYPE_CHECKING:
         training as training,
     )
     from ._einsum import Fp8Einsum
-    from ._jax.max_grad import fp32_max_grad
     from ._op import Fp8DotGeneral
-    from ._state.op_state import OverwriteWithGradient
     from .layers import Fp8Config, describe, fp8_linear_layers, quantize_kernels, restore_linear_layers
     from .recipes import DelayedScaling, Recipe
     from .statistics import quantization_statistics
     from .training import (
+        OverwriteWithGradient as OverwriteWithGradient,
         TrainStep,
         accumulate_gradients,
         apply_updates,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
         cast_params,
         filter_grad,
         filter_value_and_grad,
+        fp32_max_grad as fp32_max_grad,
         partition_for_grad_overwrite,
         trainable,
         transfer_optimizer_state,
@@ -81,8 +81,6 @@ __all__ = [
     # For layers of your own.
     "Fp8DotGeneral",
     "Fp8Einsum",
-    "OverwriteWithGradient",
-    "fp32_max_grad",
 ]
 
 _MODULES = (
@@ -120,9 +118,9 @@ _OTHER_NAMES = {
 # Where each name is: loaded when it is first used, so that what needs no JAX, such as `folders`, starts without.
 _NAMES = {
     "Fp8Einsum": "_einsum",
-    "fp32_max_grad": "_jax.max_grad",
     "Fp8DotGeneral": "_op",
-    "OverwriteWithGradient": "_state.op_state",
+    # Documented in `training`, and here for whoever comes from Flax or Haliax.
+    **dict.fromkeys(("OverwriteWithGradient", "fp32_max_grad"), "training"),
     "quantization_statistics": "statistics",
     **dict.fromkeys(
         ("Fp8Config", "describe", "fp8_linear_layers", "quantize_kernels", "restore_linear_layers"), "layers"
@@ -135,7 +133,7 @@ def __getattr__(name: str) -> Any:
     """The modules by subject, loaded when they are first used, and the one function that comes from such a module."""
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
-    if name in __all__:
+    if name in __all__ or name in _NAMES:
         return getattr(importlib.import_module(f".{_NAMES.get(name, 'training')}", __name__), name)
     hint = f"; {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -143,7 +143,7 @@ def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, c
     for run in runs:
         if run.config is None:
             continue
-        description = describe(fp8_linear_layers(run.model, run.config), run.config)
+        description = describe(fp8_linear_layers(run.model, run.config), config=run.config)
         say(console, f"{run.name}: {description.summary}")
         if options.verbose:
             console.print(description)

@@ -191,7 +191,7 @@ def announce(
 ) -> None:
     """Says what is trained on what, and what runs in FP8."""
     count = sum(leaf.size for leaf in jax.tree.leaves(trainable(plain)))
-    layers = describe(converted, config)
+    layers = describe(converted, config=config)
     console.print(f"digits: {len(digits.train_labels)} images to train on, {len(digits.test_labels)} to test")
     console.print(f"model: {count:,} parameters; {layers.summary}")
     if options.verbose:

@@ -96,7 +96,14 @@ def _marked(x: Array, varying: frozenset[str], target: frozenset[str]) -> Array:
 
 
 def largest_over_devices(x: Array, axes: tuple[str, ...]) -> Array:
-    """The largest float32 numbers of all devices along mesh axes of a `shard_map`; NaN if one is NaN."""
+    """The largest float32 numbers of all devices along mesh axes of a `shard_map`; NaN if one is NaN.
+
+    Args:
+        x: The numbers of this device.
+        axes: The mesh axes; with () the numbers are returned as they are.
+    """
+    if not axes:
+        return x
     # As whole numbers they have the same order, with NaN on top: a maximum of float32 drops NaN on a CPU.
     words = lax.bitcast_convert_type(lax.select(lax.ne(x, x), lax.full_like(x, np.nan), x), np.int32)
     return lax.bitcast_convert_type(_in_order(lax.pmax(_in_order(words), axes)), np.float32)

@@ -36,7 +36,8 @@ from ..folders.scaled_matrix import (
 )
 from ..folders.tensors import Tensor, fused_with, tensors_in
 from ..layers.checks import check_not_modified, require_layers, unrecorded_operands
-from ..layers.config import Fp8Config, as_config
+from ..layers.config import default_rules
+from ..layers.rule import LayerRule
 from ..layers.walk import Targets, as_patterns
 from ..recipes.recipe import SCALE_BITS, OperandName
 from ..recipes.scaling import AbstractScaling
@@ -98,7 +99,7 @@ def export_model(
     targets: Targets | None = None,
     exclude: Targets = (),
     shard_bytes: int = 5 * 10**9,
-    config: Fp8Config | None = None,
+    rules: tuple[LayerRule, ...] = default_rules,
     follow_links: bool = False,
     progress: Watcher | None = None,
 ) -> ExportReport:
@@ -152,7 +153,7 @@ def export_model(
             with `*` for the number of a block.
         exclude: Layers to leave in high precision, besides heads, which only `targets` can name.
         shard_bytes: The most bytes of a file; larger models have several, and an index.
-        config: Only its `rules` matter; needed for layers of your own classes.
+        rules: The rules of the layer classes, as in `Fp8Config`.
         follow_links: As in `check_folder`, for files of `like`.
         progress: Called as `progress(name, done, total)` with each tensor, in bytes; `done` starts anew for each of the
             three passes that write, compare and check. By default there is a bar if the standard error is a terminal.
@@ -178,7 +179,7 @@ def export_model(
         raise ValueError(f"shard_bytes={shard_bytes!r} must be a positive integer; 5 * 10**9 is usual")
     check_not_modified(model)
     chosen = as_layout(layout)
-    how = _How(names_of(model, names), dtype, bf16_scales, training_scales, targets, exclude, config)
+    how = _How(names_of(model, names), dtype, bf16_scales, training_scales, targets, exclude, rules)
     tensors, tied = _to_write(model, chosen, how)
     origins: Counter[str] = Counter()
     digests: dict[str, str] = {}
@@ -220,7 +221,7 @@ def serving_tensors(
     training_scales: bool = True,
     targets: Targets | None = None,
     exclude: Targets = (),
-    config: Fp8Config | None = None,
+    rules: tuple[LayerRule, ...] = default_rules,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and arrays one at a time, for an engine that takes weights while it runs.
 
@@ -236,7 +237,7 @@ def serving_tensors(
         training_scales: As in `export_model`.
         targets: As in `export_model`.
         exclude: As in `export_model`.
-        config: As in `export_model`.
+        rules: As in `export_model`.
 
     Raises:
         ValueError: As in `export_model`.
@@ -247,7 +248,7 @@ def serving_tensors(
         [('up.weight', 'float8_e4m3fn', (32, 64)), ('up.weight_scale', 'float32', (32, 1))]
     """
     require_layers(model, "serving_tensors(model, layout)")
-    how = _How(names_of(model, names), dtype, bf16_scales, training_scales, targets, exclude, config)
+    how = _How(names_of(model, names), dtype, bf16_scales, training_scales, targets, exclude, rules)
     tensors, _ = _to_write(model, as_layout(layout), how)
     pairs = (zip(tensor.specs, tensor.encoded(tensor.read()), strict=True) for tensor in tensors)
     return ((spec.name, array) for pair in pairs for spec, array in pair)
@@ -266,7 +267,7 @@ class _How:
     training_scales: bool
     targets: Targets | None
     exclude: Targets
-    config: Fp8Config | None
+    rules: tuple[LayerRule, ...]
 
     def __post_init__(self) -> None:
         require_bool("bf16_scales", self.bf16_scales, of="an export")
@@ -280,7 +281,7 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
         ValueError: If two tensors get the same name, nothing is left to quantize, a scale is missing, or a layer of the
             model is in another format of FP8 than layouts have.
     """
-    names, rules = how.names, as_config(how.config).rules
+    names, rules = how.names, how.rules
     patterns: dict[str, Any] = {
         "dtype": None if how.dtype is None else np.dtype(how.dtype),
         "targets": None if how.targets is None else as_patterns("targets", how.targets),
@@ -502,8 +503,8 @@ def _require_sound(folder: pathlib.Path, progress: Watcher | None) -> None:
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     raise ValueError(
         f"engines would read the checkpoint wrongly, so nothing was exported: {first}{more}. Give names=... if engines "
-        "confuse the names of two layers, targets= or exclude= if a layer must not be in FP8, another config= if this "
-        "one has other sizes; or change the model if its own numbers are not finite"
+        "confuse the names of two layers, targets= or exclude= if a layer must not be in FP8, another hf_config= if "
+        "this one has other sizes; or change the model if its own numbers are not finite"
     )
 
 

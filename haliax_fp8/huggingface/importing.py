@@ -28,7 +28,7 @@ from ..folders.scaled_matrix import ScaledMatrix
 from ..folders.tensors import Tensor, Values, tensors_in, with_each_expert
 from ..folders.whole_folder import faults_of_folder
 from ..layers.checks import require_layers
-from ..layers.config import Fp8Config, as_config
+from ..layers.config import default_rules
 from ..layers.equinox import rebuilt
 from ..layers.kernel import Kernel
 from ..layers.rule import LayerRule
@@ -60,7 +60,7 @@ def import_model[M](
     names: Any = None,
     weights: Weights | str = Weights.DEQUANTIZED,
     strict: bool = True,
-    config: Fp8Config | None = None,
+    rules: tuple[LayerRule, ...] = default_rules,
     follow_links: bool = False,
     progress: Watcher | None = None,
 ) -> M:
@@ -81,7 +81,7 @@ def import_model[M](
             `serving.quantize_for_inference` makes it: inputs are quantized as the checkpoint says, stacks become one
             block after the other, and layers compute in the dtype of the model's parameters.
         strict: Whether a tensor of the checkpoint that the model does not have is an error.
-        config: Only its `rules` matter; needed for layers of your own classes.
+        rules: The rules of the layer classes, as in `Fp8Config`.
         follow_links: As in `check_folder`.
         progress: As in `export_model`.
 
@@ -96,7 +96,7 @@ def import_model[M](
     require_layers(model, "import_model(directory, model)")
     weights = _weights(weights)
     folder = TensorFolder.open(directory, follow_links=follow_links)
-    name_map, rules = names_of(model, names, folder.tensors), as_config(config).rules
+    name_map = names_of(model, names, folder.tensors)
     return _imported(folder, model, name_map, weights, rules, progress, _OF_IMPORT, strict=strict)
 
 
@@ -204,7 +204,7 @@ def load(
     model = eqx.filter_eval_shape(lambda key: init(key=key), jax.random.key(0))
     cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype) if _is_floating(x) else x
     model = jax.tree.map(cast, model)
-    return _imported(folder, model, names, _weights(weights), as_config(None).rules, progress, _OF_LOAD)
+    return _imported(folder, model, names, _weights(weights), default_rules, progress, _OF_LOAD)
 
 
 def _is_floating(x: Any) -> bool:

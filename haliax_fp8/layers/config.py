@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import equinox as eqx
@@ -42,7 +42,7 @@ default_rules: tuple[LayerRule, ...] = (
 # What other libraries and people call these options, where the letters do not say it.
 _SYNONYMS = {
     **dict.fromkeys(("skip", "skip_layers", "ignore", "ignored_layers", "modules_to_not_convert", "filter"), "exclude"),
-    **dict.fromkeys(("only", "include", "layers", "modules", "module_filter_fn"), "targets"),
+    **dict.fromkeys(("only", "only_if", "include", "layers", "modules", "module_filter_fn"), "targets"),
     **dict.fromkeys(("format", "fp8_format", "scaling", "preset"), "recipe"),
     **dict.fromkeys(("history", "history_length", "amax_history_len"), "amax_history_length"),
     **dict.fromkeys(("dtype", "precision"), "compute_dtype"),
@@ -52,7 +52,7 @@ _SYNONYMS = {
 class Fp8Options(TypedDict, total=False):
     """The fields of `Fp8Config` as keywords of `fp8_linear_layers`, for editors."""
 
-    targets: Targets | None
+    targets: Targets | FasterOn | Sequence[Pattern | FasterOn] | None
     exclude: Targets
     recipe: RecipeLike
     overrides: Mapping[Pattern, RecipeLike | None]
@@ -63,7 +63,6 @@ class Fp8Options(TypedDict, total=False):
     allow_dense_groups: bool
     emulate: bool
     rules: tuple[LayerRule, ...]
-    only_if: FasterOn | None
 
 
 @explains_options(_SYNONYMS)
@@ -75,7 +74,8 @@ class Fp8Config:
     match in full), a compiled regular expression, a class of layers, or a function `(path, layer) -> bool`.
 
     Args:
-        targets: Patterns of the layers to convert; None converts all.
+        targets: Patterns of the layers to convert; None converts all. `FasterOn("h100", tokens=8192)`, alone or among
+            them, selects the layers that are predicted to be faster, beside those that the other patterns select.
         exclude: Patterns of layers to leave alone, whatever `targets` says.
         recipe: A recipe, its name, or a scaling to use for all operands.
         overrides: A recipe for each pattern; None leaves the selected layers alone. The first pattern that matches
@@ -93,8 +93,6 @@ class Fp8Config:
         emulate: Converts even if the default device is an accelerator without the units for a recipe's products; see
             `supported`. A CPU always emulates, with the same rounding.
         rules: The rules of the layer classes; see `LayerRule`.
-        only_if: Converts a selected layer only if it is predicted to be faster, such as
-            `FasterOn("h100", tokens=8192)`; None converts all. Conversion raises if none is.
 
     Raises:
         ValueError: If an argument is of the wrong kind, `targets` is empty, the history length is below 1 or no recipe
@@ -105,7 +103,7 @@ class Fp8Config:
         DelayedScaling(amax_history_length=1024, margin=0)
     """
 
-    targets: Targets | None = None
+    targets: Targets | FasterOn | Sequence[Pattern | FasterOn] | None = None
     exclude: Targets = ()
     recipe: RecipeLike = DelayedScaling()
     overrides: Mapping[Pattern, RecipeLike | None] = dataclasses.field(default_factory=dict)
@@ -116,10 +114,9 @@ class Fp8Config:
     allow_dense_groups: bool = False
     emulate: bool = False
     rules: tuple[LayerRule, ...] = default_rules
-    only_if: FasterOn | None = None
 
     def __post_init__(self) -> None:
-        if self.targets is not None and not as_patterns("targets", self.targets):
+        if self.targets is not None and not self.named_targets and not self.faster_on:
             raise ValueError(f"targets={self.targets!r} selects no layer; None converts every layer")
         as_patterns("exclude", self.exclude)
         if not isinstance(self.overrides, Mapping):
@@ -147,11 +144,20 @@ class Fp8Config:
                 f"rules={self.rules!r} must be a tuple of LayerRule instances, such as (MyRule(), *default_rules); "
                 "to select layers of a model, use targets or exclude"
             )
-        if self.only_if is not None and not isinstance(self.only_if, FasterOn):
-            raise ValueError(
-                f"only_if={self.only_if!r} must be a FasterOn(device, tokens=...), or None to convert every layer that "
-                "is selected"
-            )
+
+    @functools.cached_property
+    def named_targets(self) -> tuple[Pattern, ...]:
+        """The patterns of `targets` that select layers whether or not they are faster."""
+        targets: Any = () if self.targets is None else self.targets
+        if isinstance(targets, list | tuple):
+            targets = [pattern for pattern in targets if not isinstance(pattern, FasterOn)]
+        return () if isinstance(targets, FasterOn) else as_patterns("targets", targets)
+
+    @functools.cached_property
+    def faster_on(self) -> tuple[FasterOn, ...]:
+        """The patterns of `targets` that select layers because they are faster."""
+        targets = self.targets if isinstance(self.targets, list | tuple) else (self.targets,)
+        return tuple(pattern for pattern in targets if isinstance(pattern, FasterOn))
 
     @functools.cached_property
     def resolved_recipe(self) -> Recipe:

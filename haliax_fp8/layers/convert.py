@@ -15,7 +15,7 @@ from ..recipes.compiler_options import log_cost_of_flags
 from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
 from .checks import require_layers
-from .config import Fp8Config, Fp8Options, as_config
+from .config import Fp8Config, Fp8Options, as_config, default_rules
 from .roles import only_if_named
 from .rule import LayerRule, OnlyIfNamed
 from .served import AbstractFrozenLayer, require_weights
@@ -40,10 +40,10 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
 
     Raises:
         ValueError: If the model has no layer that can be converted, or but for frozen ones none is left; if a pattern
-            selects no layer (the nearest paths are listed), or `targets` selects one that cannot be converted; if
-            `only_if` leaves every selected layer in high precision; if `serving.quantize_for_inference` made layers
-            that are to be converted; if the default device lacks the units for a recipe and `emulate` is False; or if
-            `config` is not an `Fp8Config`, an option is unknown, or both are given.
+            selects no layer (the nearest paths are listed, or the reasons of `FasterOn`), or `targets` names one that
+            cannot be converted; if `serving.quantize_for_inference` made layers that are to be converted; if the
+            default device lacks the units for a recipe and `emulate` is False; or if `config` is not an `Fp8Config`, an
+            option is unknown, or both are given.
 
     Example:
         >>> In, Out = hax.Axis("in", 64), hax.Axis("out", 128)
@@ -56,9 +56,6 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
     decisions = decide(module, config)
     chosen = {path: made.layer for path, made in decisions.items() if _select(path, made.layer, config)[0] is not None}
     require_weights(chosen, "module", "Convert the model that it was made from")
-    slower = {path: decision.reason for path, decision in decisions.items() if decision.is_slower}
-    if slower and all(decision.recipe is None for decision in decisions.values()):
-        raise _nothing_faster(config, slower)
     if not any(decision.is_convertible for decision in decisions.values()):
         refusals = {path: decision.reason for path, decision in decisions.items()}
         raise nothing_to_convert(module, config.rules, refusals)
@@ -95,17 +92,6 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
     return map_layers(convert, module, config.rules)
 
 
-def _nothing_faster(config: Fp8Config, slower: Mapping[str, str]) -> ValueError:
-    """The error for a model of which no layer would be faster."""
-    shown = "; ".join(f"{path or 'the module itself'}: {reason}" for path, reason in list(slower.items())[:3])
-    more = f"; and {len(slower) - 3} more" if len(slower) > 3 else ""
-    return ValueError(
-        f"only_if=FasterOn(...) on {config.only_if} leaves every selected layer in high precision: {shown}{more}. "
-        "Train the model without converting it, or leave out only_if to convert it anyway; print(describe(model, "
-        "config)) shows the reason for every layer"
-    )
-
-
 def _check_what_is_left(decisions: Mapping[str, "Decision"], frozen: list[str]) -> None:
     """Warns of selected layers that are frozen, and of patterns that leave none; raises if all left are frozen."""
     is_any = any(made.recipe is not None or made.rule.op(made.layer) is not None for made in decisions.values())
@@ -135,28 +121,27 @@ def _with_choices(rule: LayerRule, layer: Any, op: Fp8DotGeneral, config: Fp8Con
     return rule.with_op(layer, dataclasses.replace(op, **choices, skipped=skipped))
 
 
-def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
+def restore_linear_layers[M](model: M, *, rules: tuple[LayerRule, ...] = default_rules) -> M:
     """Removes FP8 from a model: the inverse of `fp8_linear_layers`.
 
     Args:
-        module: A converted model.
-        config: Only its `rules` matter; needed if the model was converted with custom rules.
+        model: A converted model.
+        rules: The rules that it was converted with.
 
     Returns:
         The model with plain layers and without FP8 state.
 
     Raises:
-        ValueError: If `module` was made by `serving.quantize_for_inference`, whose layers have no weights.
+        ValueError: If `model` was made by `serving.quantize_for_inference`, whose layers have no weights.
     """
-    rules = as_config(config).rules
-    require_layers(module, "restore_linear_layers(module)", "module")
-    require_weights(module, "module", "Restore the model that it was made from")
+    require_layers(model, "restore_linear_layers(model)")
+    require_weights(model, "model", "Restore the model that it was made from")
 
     def restore(path: str, layer: Any) -> Any:
         rule = rule_of(layer, rules)
         return layer if rule.op(layer) is None else rule.with_op(layer, None)
 
-    return map_layers(restore, module, rules)
+    return map_layers(restore, model, rules)
 
 
 # --- the decision for each layer
@@ -172,7 +157,6 @@ class Decision:
         stack: The stacks that it is in.
         recipe: The recipe that it gets; None if it stays in high precision.
         reason: Why it stays in high precision; empty otherwise.
-        selected: The recipe that the patterns select for it, whether or not it would be faster.
         refusal: Why it cannot be converted, or is converted only if it is named; None for most layers.
     """
 
@@ -181,7 +165,6 @@ class Decision:
     stack: tuple[hax.Axis, ...]
     recipe: Recipe | None
     reason: str
-    selected: Recipe | None
     refusal: str | OnlyIfNamed | None
 
     @property
@@ -189,17 +172,12 @@ class Decision:
         """Whether the layer is converted, or could be with other targets, overrides or tokens."""
         return self.recipe is not None or self.rule.op(self.layer) is not None or self.refusal is None
 
-    @property
-    def is_slower(self) -> bool:
-        """Whether the layer is selected, and stays in high precision because FP8 would not be faster."""
-        return self.selected is not None and self.recipe is None
-
 
 def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
     """The decision for each layer, by path; raises as described in `fp8_linear_layers`."""
     layers = find_layers(module, config.rules)
     for name, patterns in (
-        ("targets", config.targets or ()),
+        ("targets", config.named_targets),
         ("exclude", config.exclude),
         ("overrides", (*config.overrides,)),
     ):
@@ -209,7 +187,7 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
     rules = {path: rule_of(layer, config.rules) for path, (layer, _) in layers.items()}
     kernels = {path: rules[path].kernel(layer) for path, (layer, _) in layers.items()}
     optional = only_if_named(module, {path: layer for path, (layer, _) in layers.items()}, kernels)
-    decisions = {}
+    decisions, judged = {}, {}
     for path, (layer, stack) in layers.items():
         rule = rules[path]
         refusal = _refusal(layer, rule, optional.get(path))
@@ -221,12 +199,18 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
                 recipe, reason = None, refusal
             case OnlyIfNamed() if recipe is not None and not is_named:
                 recipe, reason = None, refusal.reason
-        selected = recipe
-        if recipe is not None and config.only_if is not None and _override(path, layer, config) is None:
-            slower = config.only_if.refusal(rule, layer, stack, recipe, config.kernel_residual)
-            if slower is not None:
-                recipe, reason = None, slower
-        decisions[path] = Decision(layer, rule, stack, recipe, reason, selected, refusal)
+        if recipe is not None and not is_named and config.faster_on:
+            slower = [one.refusal(rule, layer, stack, recipe, config.kernel_residual) or "" for one in config.faster_on]
+            judged[path] = reason = "" if "" in slower else slower[0]
+            recipe = None if reason else recipe
+        decisions[path] = Decision(layer, rule, stack, recipe, reason, refusal)
+    if judged and all(judged.values()):
+        shown = "; ".join(f"{path or 'the module itself'}: {reason}" for path, reason in list(judged.items())[:3])
+        more = f"; and {len(judged) - 3} more" if len(judged) > 3 else ""
+        raise ValueError(
+            f"targets=FasterOn(...) selects no layer: {shown}{more}. Train the model without converting it, or name "
+            "layers to convert anyway; print(describe(model, predict=FasterOn(...))) shows every layer's gain"
+        )
     return decisions
 
 
@@ -253,10 +237,10 @@ def _select(path: str, layer: Any, config: Fp8Config) -> tuple[Recipe | None, st
     if (pattern := _override(path, layer, config)) is not None:
         recipe = config.resolved_overrides[pattern]
         return recipe, "" if recipe is not None else f"left alone by the override {pattern!r}", True
-    if config.targets is None:
-        return config.resolved_recipe, "", False
-    if any(matches(pattern, path, layer) for pattern in as_patterns("targets", config.targets)):
+    if any(matches(pattern, path, layer) for pattern in config.named_targets):
         return config.resolved_recipe, "", True
+    if config.targets is None or config.faster_on:
+        return config.resolved_recipe, "", False
     return None, "not among the targets", False
 
 

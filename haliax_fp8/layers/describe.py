@@ -12,6 +12,7 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, KeyEntry
+from jaxtyping import PyTree
 
 from .._einsum import Fp8Einsum
 from .._jax.used import depends_on
@@ -19,7 +20,7 @@ from .._op import Fp8DotGeneral
 from .._skipped import Skipped
 from .._state.op_state import OpState, OverwriteWithGradient
 from .._tensor_names import is_head
-from ..devices.device import Device, is_device_name
+from ..devices.device import Device
 from ..recipes.catalog import as_recipe
 from ..recipes.recipe import OPERAND_NAMES, Recipe
 from ..recipes.scaling import DelayedScaling
@@ -35,13 +36,12 @@ from .walk import STACKED, all_ops, find_layers, find_layers_and_ops, is_op, map
 
 
 def describe(
-    model: Any,
+    model: PyTree,
+    loss_fn: Callable[..., Any] | None = None,
+    *batch: Any,
     config: Fp8Config | None = None,
-    *,
     device: Device | str | None = None,
     predict: FasterOn | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    batch: Any = (),
 ) -> ModelDescription:
     """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
 
@@ -49,26 +49,25 @@ def describe(
 
     Args:
         model: A converted model, or any other tree of layers.
+        loss_fn: `loss_fn(model, *batch)`, to find layers that it never calls: a model may multiply by a layer's weight
+            itself. It is traced, not run. Without it, a training step or `calibrate` has found those whose recipe
+            keeps state.
+        *batch: The arguments of `loss_fn` after the model. Their shapes, `jax.ShapeDtypeStruct`, are enough.
         config: Another configuration than the model was converted with, to see what that would do; needed for layers of
             custom rules.
         device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
             or emulated; by default the local one.
         predict: The device and tokens for which to predict the gain of FP8, such as `FasterOn("h100", tokens=8192)`;
-            by default those of the configuration's `only_if`, if any. A layer in high precision is predicted with the
-            recipe that it would get.
-        loss_fn: `loss_fn(model, *batch)`, to find layers that it never calls: a model may multiply by a layer's weight
-            itself. It is traced, not run. Without it, a training step or `calibrate` has found those whose recipe
-            keeps state.
-        batch: The arguments of `loss_fn` after the model, as in `calibrate`: one, or a tuple of several. Their shapes,
-            `jax.ShapeDtypeStruct`, are enough.
+            by default those of the first `FasterOn` among `targets`, if any. A layer in high precision is predicted
+            with the recipe that it would get.
 
     Returns:
         The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
 
     Raises:
         ValueError: If `model` is not a tree of layers, or is an optimizer's state or gradients; if the device's name is
-            unknown, or `config` is not an `Fp8Config`; if `loss_fn` is not a function, or there is a batch without one;
-            or if anything but its own update changed the FP8 state of the model.
+            unknown, or `config` is not an `Fp8Config`; if `loss_fn` is not a function; or if anything but its own
+            update changed the FP8 state of the model.
 
     Example:
         >>> In, Out = hax.Axis("in", 8), hax.Axis("out", 4)
@@ -77,18 +76,15 @@ def describe(
         'not converted'
     """
     require_layers(model, "describe(model)")
-    _require_no_device(config)
     check_not_modified(model)
     named = None if device is None else Device.of(device, of="describe")
     chosen = Device.default() if named is None else named
     config_in_use = as_config(config)
-    predict = config_in_use.only_if if predict is None else predict
+    predict = next(iter(config_in_use.faster_on), None) if predict is None else predict
     reasons = _reasons_of_conversion(model) if config is None else {}
     if loss_fn is not None:
         _require_loss(loss_fn)
-        model = with_calls_of_loss(model, loss_fn, batch if isinstance(batch, tuple) else (batch,), config_in_use.rules)
-    elif not (isinstance(batch, tuple) and not batch):
-        raise ValueError("batch was given without loss_fn; use describe(model, loss_fn=loss_fn, batch=(x, y))")
+        model = with_calls_of_loss(model, loss_fn, batch, config_in_use.rules)
     decisions, is_traced, rows = decide(model, config_in_use), loss_fn is not None, []
     for path, (node, stack) in find_layers_and_ops(model, config_in_use.rules).items():
         if is_op(node):
@@ -101,9 +97,11 @@ def describe(
         rule, kernel, op = decision.rule, decision.rule.kernel(node), decision.rule.op(node)
         recipe, known = _of_layer(decision, reasons.get(path), is_traced=is_traced)
         support = None if recipe is None else kernel.support(recipe, chosen)
-        recipe, residual = decision.selected, config_in_use.kernel_residual
+        recipe, residual = decision.recipe, config_in_use.kernel_residual
         if op is not None:
             recipe, residual = op.recipe, op.kernel_residual
+        elif decision.refusal is None:
+            recipe = recipe or config_in_use.resolved_recipe
         prediction = predict and recipe and predict.predict(rule, node, stack, recipe, residual)
         rows.append(LayerDescription(path, kernel.text, _sizes(stack), support=support, prediction=prediction, **known))
     if not any(row.recorded for row in rows):
@@ -114,17 +112,11 @@ def describe(
     return ModelDescription(tuple(rows), named, predict, others, head)
 
 
-def _require_no_device(config: Any) -> None:
-    if isinstance(config, Device) or (isinstance(config, str) and is_device_name(config)):
-        shown = repr(config) if isinstance(config, str) else "..."
-        raise ValueError(f"config is a device; use describe(model, device={shown})")
-
-
 def _require_loss(loss_fn: Any) -> None:
     if isinstance(loss_fn, eqx.Module) or not callable(loss_fn):
         raise ValueError(
-            f"loss_fn is of type {type(loss_fn).__name__}, but must be a function: describe(model, loss_fn=loss_fn, "
-            "batch=(x, y)), which calls loss_fn(model, x, y)"
+            f"loss_fn is of type {type(loss_fn).__name__}, but must be a function: describe(model, loss_fn, x, y), "
+            "which calls loss_fn(model, x, y). What else it takes is named: describe(model, config=..., device=...)"
         )
 
 

@@ -233,7 +233,7 @@ class ModelDescription(Printable):
         if not missing:
             return ""
         return (
-            f"No amax recorded yet in {_names(missing)}: describe(model, loss_fn=loss_fn, batch=batch) shows whether "
+            f"No amax recorded yet in {_names(missing)}: describe(model, loss_fn, *batch) shows whether "
             "the loss calls these layers"
         )
 

@@ -1,4 +1,4 @@
-"""FasterOn: leaves layers in high precision that would not be faster in FP8."""
+"""FasterOn: selects the layers that would be faster in FP8."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from .rule import LayerRule
 
 @dataclasses.dataclass(frozen=True)
 class FasterOn:
-    """Converts a layer only if FP8 is predicted to make a training step faster, on a device that you name.
+    """A pattern for `targets`: the layers that FP8 is predicted to make faster in training, on a device that you name.
 
     FP8 halves the time of a product, but adds casts, amaxes and transpositions, whose time grows with the sizes of the
     matrices and not with their product. So it pays for large layers and many tokens. The prediction is a roofline, see
@@ -28,9 +28,9 @@ class FasterOn:
     so FP8 usually adds less than predicted. Its overhead was counted in programs for NVIDIA GPUs; for a TPU it is
     assumed to equal that of a B200.
 
-    Layers selected by `targets` are judged; layers with a recipe in `overrides` are always converted. The prediction
-    assumes that a layer is used once per step, with one row per token, in bf16. If that is wrong for a layer, name it
-    in an override or in `exclude`.
+    Layers that another pattern names are not judged. The prediction assumes that a layer is used once per step, with
+    one row per token, in bf16. If that is wrong for a layer, name it in `targets`, `overrides` or `exclude`. If no
+    layer would be faster, conversion raises.
 
     Args:
         device: A device or its name, such as `"h100"`; `"local"` for the local one. It needs known peaks.
@@ -54,8 +54,8 @@ class FasterOn:
         >>> Wide, Narrow, Mlp = hax.make_axes(wide=4096, narrow=64, mlp=14336)
         >>> make = lambda In: hnn.Linear.init(In, Mlp, key=jax.random.key(0), use_bias=False)
         >>> layers = eqx.filter_eval_shape(lambda: {"up": make(Wide), "gate": make(Narrow)})
-        >>> config = Fp8Config(only_if=FasterOn("h100", tokens=8192))
-        >>> table = describe(fp8_linear_layers(layers, config), config)
+        >>> config = Fp8Config(targets=FasterOn("h100", tokens=8192))
+        >>> table = describe(fp8_linear_layers(layers, config), config=config)
         >>> print(f"{table['up'].prediction.gain:.2f}, {table['gate'].reason}")
         1.46, FP8 would take 1.89 times bf16's time on h100 at 8192 tokens
     """

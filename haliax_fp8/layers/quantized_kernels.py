@@ -18,9 +18,10 @@ from .._product.contraction import AbstractContraction, DotContraction
 from .._product.dimensions import DotDimensions
 from .._product.grouped.contraction import RaggedContraction
 from .checks import require_model
-from .config import Fp8Config, as_config
+from .config import default_rules
 from .frozen_array import thawed
 from .kernel import Features, Kernel, axes_of, count
+from .rule import LayerRule
 from .walk import all_ops, is_op, map_layers_in_stacks, named_ops, rule_of
 
 
@@ -138,7 +139,7 @@ def _dot(shape: tuple[int, ...], contracted: tuple[int, ...]) -> DotContraction:
     return DotContraction(DotDimensions.of(((range(len(sizes)), contracted), ((), ())), sizes, shape))
 
 
-def quantize_kernels[M](model: M, config: Fp8Config | None = None, *, gather: bool = False) -> M:
+def quantize_kernels[M](model: M, *, gather: bool = False, rules: tuple[LayerRule, ...] = default_rules) -> M:
     """The model with each kernel as its products take it, so that several evaluations quantize it once.
 
     Every product quantizes its kernel, and every microbatch has such a product. Give the loss of all microbatches this
@@ -156,11 +157,11 @@ def quantize_kernels[M](model: M, config: Fp8Config | None = None, *, gather: bo
 
     Args:
         model: A converted model; others are returned unchanged.
-        config: Only its `rules` matter; needed if the model was converted with custom rules.
         gather: Whether the copies are gathered here, in FP8, from devices that each hold a part of a kernel; by default
             every product gathers its own. Named axes are then divided over the devices as Haliax's axis mapping says,
             that of the computation (`hax.axis_mapping`), and axes that it leaves out are whole. Kernels without names
             are whole. Needs a mesh with automatic axes, `jax.set_mesh(mesh)`.
+        rules: The rules that the model was converted with.
 
     Returns:
         The model for the losses of one step.
@@ -184,7 +185,6 @@ def quantize_kernels[M](model: M, config: Fp8Config | None = None, *, gather: bo
             "and quantizing once does the rest"
         )
     done: dict[int, Any] = {}
-    rules = as_config(config).rules
 
     def quantized(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
         rule = rule_of(layer, rules)

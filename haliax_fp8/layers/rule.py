@@ -32,10 +32,10 @@ class OnlyIfNamed:
         >>> model = eqx.nn.MLP(64, 10, 128, 1, key=jax.random.key(0))
         >>> rules = (SmallLast(), *default_rules)
         >>> config = Fp8Config(rules=rules)
-        >>> describe(fp8_linear_layers(model, config), config)["layers.1"].reason
+        >>> describe(fp8_linear_layers(model, config), config=config)["layers.1"].reason
         'few outputs gain little'
         >>> config = Fp8Config(rules=rules, targets="layers.*")
-        >>> describe(fp8_linear_layers(model, config), config)["layers.1"].is_fp8
+        >>> describe(fp8_linear_layers(model, config), config=config)["layers.1"].is_fp8
         True
     """
 

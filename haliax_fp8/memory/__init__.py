@@ -4,12 +4,7 @@ from .._product.spec import KernelResidual as KernelResidual
 from .compression import compressed as compressed
 from .join import JoinedLinear as JoinedLinear, join_linear as join_linear, split_linear as split_linear
 from .offload import HostOptimizer as HostOptimizer, HostState as HostState
-from .policies import (
-    RecomputeElementwise as RecomputeElementwise,
-    recompute_elementwise as recompute_elementwise,
-    save_fp8_operands as save_fp8_operands,
-    save_nothing_but_fp8 as save_nothing_but_fp8,
-)
+from .policies import RecomputeElementwise as RecomputeElementwise, SaveFp8Operands as SaveFp8Operands
 from .rematerialized import rematerialized as rematerialized
 from .shared_input import (
     projections as projections,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var, jaxpr_as_fun, jaxprs_in_params
 
 from .._jax.errors import calls_users_function
-from .policies import recompute_elementwise
+from .policies import RecomputeElementwise
 
 
 # What JAX differentiates equation by equation, and how it names the programs inside. A `custom_vjp` has its own
@@ -125,6 +125,6 @@ def _as_checkpoint(program: Any, scan: Any) -> Any:
 @functools.cache
 def _checkpoint_equation() -> Any:
     """An equation of `jax.checkpoint`, from which others are made: JAX has no public way to make one of a program."""
-    checkpoint = jax.checkpoint(lambda x: x, policy=recompute_elementwise, prevent_cse=False)
+    checkpoint = jax.checkpoint(lambda x: x, policy=RecomputeElementwise(), prevent_cse=False)
     (equation,) = jax.make_jaxpr(checkpoint)(0.0).eqns
     return equation

@@ -1,5 +1,7 @@
 """Checkpoint policies: what a checkpointed block keeps for its backward pass."""
 
+import abc
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -9,63 +11,67 @@ import jax
 from .._product.names import FP8_KERNEL, FP8_OPERAND, FP8_OUTPUT
 
 
-def save_nothing_but_fp8(*args: Any, **params: Any) -> Any:
-    """A policy that keeps the FP8 operands of products and recomputes everything else; kernels are quantized again.
+class _Policy(hax.ScanCheckpointPolicy, abc.ABC):
+    """A policy for `jax.checkpoint(policy=...)`, and for `gradient_checkpointing=` of Haliax's stacks."""
 
-    For `jax.checkpoint(block, policy=save_nothing_but_fp8)`; in Haliax,
-    `haliax.ScanCheckpointPolicy(save_block_internals=["fp8_operand"])`. Inputs are not quantized again. A product is
-    run again if a nonlinear function reads its result.
+    @abc.abstractmethod
+    def __call__(self, primitive: Any, /, *args: Any, **params: Any) -> Any:
+        """Whether the result of an operation is kept, as JAX asks."""
+
+    def checkpoint(self, carry_name: str, input_name: str, callable: Any) -> Any:
+        """The body of the scan as a checkpoint."""
+        del carry_name, input_name
+        return eqx.filter_checkpoint(callable, policy=self, prevent_cse=self.prevent_cse)
+
+    # JAX hashes policies, and one of Haliax's fields is a list.
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SaveFp8Operands(_Policy):
+    """A policy that keeps the FP8 inputs of products and recomputes norms and activations, and quantizes kernels again.
+
+    For `jax.checkpoint(block, policy=SaveFp8Operands())`, and as `gradient_checkpointing=` of a `haliax.nn.Stacked`.
 
     Args:
-        *args: The arguments that JAX passes to policies.
-        **params: The keyword arguments that JAX passes to policies.
+        outputs: Whether the results of products are kept too, so that none is run again. Without them, inputs are not
+            quantized again, but a product is run again if a nonlinear function reads its result.
+
+    Example:
+        >>> block = jax.checkpoint(lambda layer, x: jax.nn.gelu(layer(x).array), policy=SaveFp8Operands(outputs=False))
+        >>> [x.dtype.name for x in jax.tree.leaves(jax.vjp(block, layer, x)[1]) if x.dtype == jnp.float8_e4m3fn]
+        ['float8_e4m3fn']
     """
-    return _OPERANDS(*args, **params)
+
+    outputs: bool = dataclasses.field(default=True, kw_only=True)
+
+    def __call__(self, primitive: Any, /, *args: Any, **params: Any) -> Any:
+        """Whether it has the name of an FP8 input, or of a result."""
+        return (_OPERANDS_AND_OUTPUTS if self.outputs else _OPERANDS)(primitive, *args, **params)
 
 
-def save_fp8_operands(*args: Any, **params: Any) -> Any:
-    """A policy that keeps the FP8 operands of products and their results, and recomputes norms and activations.
-
-    No product is run again. In Haliax,
-    `haliax.ScanCheckpointPolicy(save_block_internals=["fp8_operand", "fp8_output"])`.
-
-    Args:
-        *args: The arguments that JAX passes to policies.
-        **params: The keyword arguments that JAX passes to policies.
-    """
-    return _OPERANDS_AND_OUTPUTS(*args, **params)
-
-
-def recompute_elementwise(primitive: Any, *args: Any, **params: Any) -> Any:
+class RecomputeElementwise(_Policy):
     """A policy that recomputes elementwise work, and keeps everything else that the backward pass reads.
 
     Products, reductions, gathers and kernels of others are not run again. FP8 products keep their FP8 inputs. The
     gradient functions of `haliax_fp8` and `TrainStep` give this policy to the bodies of scans. Use it if you take
-    gradients with `eqx.filter_grad`: as `jax.checkpoint(body, policy=recompute_elementwise, prevent_cse=False)` in a
-    scan of your own, or as `RecomputeElementwise()` in Haliax.
-
-    Args:
-        primitive: The operation that JAX asks about.
-        *args: The other arguments that JAX passes to policies.
-        **params: The keyword arguments that JAX passes to policies.
-    """
-    if primitive.name == "name":
-        return _ALL_NAMED(primitive, *args, **params)
-    return primitive.name not in _ELEMENTWISE
-
-
-class RecomputeElementwise(hax.ScanCheckpointPolicy):
-    """`recompute_elementwise` for the blocks of a `Stacked`.
+    gradients with `eqx.filter_grad`: as `jax.checkpoint(body, policy=RecomputeElementwise(), prevent_cse=False)` in a
+    scan of your own, or as `gradient_checkpointing=` of a `haliax.nn.Stacked`.
 
     Example:
         >>> Layers, Embed = hax.make_axes(layers=4, embed=16)
         >>> norms = hnn.Stacked.init(Layers, hnn.LayerNorm, gradient_checkpointing=RecomputeElementwise())(Embed)
     """
 
-    def checkpoint(self, carry_name: str, input_name: str, callable: Any) -> Any:
-        """The body of the scan as a checkpoint."""
-        del carry_name, input_name
-        return eqx.filter_checkpoint(callable, policy=recompute_elementwise, prevent_cse=self.prevent_cse)
+    def __call__(self, primitive: Any, /, *args: Any, **params: Any) -> Any:
+        """Whether it is something else than elementwise work."""
+        if primitive.name == "name":
+            return _ALL_NAMED(primitive, *args, **params)
+        return primitive.name not in _ELEMENTWISE
 
 
 # A GPU computes these while it reads their operands. Any operation that is not listed is kept: it may be expensive, and

@@ -14,6 +14,12 @@ from .._numerics.formats import (
 )
 from .._numerics.quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
 from .._numerics.rounding import Rounding as Rounding
+from ..devices.units import (
+    FP4_UNITS as FP4_UNITS,
+    FP8_UNITS as FP8_UNITS,
+    MX_UNITS as MX_UNITS,
+    NO_UNITS as NO_UNITS,
+)
 from .catalog import aliases as aliases, by_name as by_name, named as named
 from .recipe import Quantization as Quantization, Recipe as Recipe
 from .scaling import (
@@ -36,5 +42,8 @@ from .scaling import (
     RecoveringMax as RecoveringMax,
     RowwiseScaling as RowwiseScaling,
     StaticScaling as StaticScaling,
+    amaxes_of_rows as amaxes_of_rows,
+    quantize_by_stored_scale as quantize_by_stored_scale,
+    scale_of_amax as scale_of_amax,
 )
 from .support import Outcome as Outcome, Support as Support, supported as supported

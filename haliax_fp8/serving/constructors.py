@@ -44,7 +44,7 @@ def constructors_with(own: Mapping[type, Constructor] | None, rules: tuple[Layer
         if not any(issubclass(cls, rule.layer_type) for rule in rules):
             raise ValueError(
                 f"served_layers names {cls.__name__}, but no rule matches that class; pass its LayerRule too, as in "
-                "config=Fp8Config(rules=(MyRule(), *default_rules))"
+                "rules=(MyRule(), *default_rules)"
             )
     return {**_BUILT_IN, **own}
 

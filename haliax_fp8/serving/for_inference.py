@@ -10,7 +10,7 @@ from jaxtyping import DTypeLike
 from .._printing.progress import Watcher, progress_of
 from .._tensor_names import is_head
 from ..layers.checks import check_not_modified, require_layers, require_model
-from ..layers.config import Fp8Config, as_config
+from ..layers.config import default_rules
 from ..layers.roles import routers, sharing
 from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
@@ -38,7 +38,7 @@ def quantize_for_inference[M](
     targets: Targets | None = None,
     exclude: Targets = (),
     unstack: bool = True,
-    config: Fp8Config | None = None,
+    rules: tuple[LayerRule, ...] = default_rules,
     served_layers: Mapping[type, Constructor] | None = None,
     progress: Watcher | None = None,
 ) -> M:
@@ -70,7 +70,7 @@ def quantize_for_inference[M](
         exclude: Layers to leave in high precision.
         unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same numbers and the
             same keys in state dicts. Stacks in ensembles stay.
-        config: A configuration; only its `rules` matter. Needed for layers of your own classes.
+        rules: The rules of the layer classes, as in `Fp8Config`.
         served_layers: For each class of your own, a function that takes a layer of it and the `ServedKernel` that it
             multiplies by, and returns an `AbstractServedLayer`: `{Dense: ServedDense.of}`.
         progress: Called as `progress(path, done, total)` with each layer, in bytes of FP8. By default there is a bar if
@@ -94,7 +94,6 @@ def quantize_for_inference[M](
     require_merged(model)
     chosen = as_layout(layout)
     check_not_modified(model)
-    rules = as_config(config).rules
     constructors = constructors_with(served_layers, rules)
     selected = _selected(model, rules, targets, exclude)
     layers = {path: layer for path, (layer, _) in find_layers(model, rules).items() if path in selected}

@@ -8,7 +8,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._jax.errors import calls_users_function
 from .._op import Fp8DotGeneral
@@ -25,7 +25,7 @@ from .result import ModelStatistics, OpStatistics
 
 
 @calls_users_function
-def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any) -> ModelStatistics:
+def quantization_statistics(model: PyTree, loss_fn: Callable[..., Any], *batch: Any) -> ModelStatistics:
     """Runs one forward and backward pass, as training would, and measures every operand of every FP8 product.
 
     The products and their gradients are those of the model's own recipes; only the measurements are added. It works

@@ -1,6 +1,7 @@
 """Training: gradients with exact maxima, the update of parameters and state, and what a training loop needs besides."""
 
-from .._state.op_state import OpState as OpState
+from .._jax.max_grad import fp32_max_grad as fp32_max_grad
+from .._state.op_state import OpState as OpState, OverwriteWithGradient as OverwriteWithGradient
 from ..layers.checks import check_not_modified as check_not_modified
 from .calibration import calibrate as calibrate, fp8_states as fp8_states
 from .cast import cast_params as cast_params, with_rounding_keys as with_rounding_keys

@@ -101,7 +101,7 @@ def require_recorded(model: Any) -> None:
     if missing and all("input" in operands for operands in missing):
         raise ValueError(
             "calibration recorded the input of no layer: the loss calls no FP8 layer, or inputs were zero or not "
-            "finite. print(describe(model, loss_fn=loss_fn, batch=batch)) shows which layers the loss calls"
+            "finite. print(describe(model, loss_fn, *batch)) shows which layers the loss calls"
         )
 
 

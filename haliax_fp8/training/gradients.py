@@ -373,8 +373,8 @@ def _is_whole_table(node: Any) -> bool:
     return isinstance(node, OpState) and node.table.array is not None and not node.is_record
 
 
-def with_max_gradients[T](tree: T) -> T:
-    """The tree with its state in the element type whose gradients accumulate by maximum.
+def with_max_gradients[T](model: T) -> T:
+    """The model with its state in the element type whose gradients accumulate by maximum.
 
     `filter_grad` does this at the top of the differentiated function; call it if you write that function yourself,
     and compile the gradient with `jax.jit` or `eqx.filter_jit`. JAX's errors that name `float32_max_grad` are about
@@ -382,12 +382,12 @@ def with_max_gradients[T](tree: T) -> T:
     accept dtype"), a `custom_vjp` under `vmap` ("Cannot interpret ... as a data type"), a static slice of state.
 
     Args:
-        tree: A model, or any tree.
+        model: A model, or any tree.
 
     Raises:
         TypeError: Outside of `jit`, where JAX has no arrays of that type.
     """
-    return jax.tree.map(_with_max_gradients, tree, is_leaf=is_state)
+    return jax.tree.map(_with_max_gradients, model, is_leaf=is_state)
 
 
 def _with_max_gradients(node: Any) -> Any:

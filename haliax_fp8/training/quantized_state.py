@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import equinox as eqx
 import jax
@@ -78,7 +78,10 @@ class QuantizedState(Printable, eqx.Module):
 
 
 def quantized_state(
-    optimizer: Any, *, min_size: int = 4096, where: Callable[[str, Any], bool] | None = None
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    min_size: int = 4096,
+    where: Callable[[str, Any], bool] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An Optax optimizer whose moments are stored in FP8: 1.06 bytes per element instead of 4.
 
@@ -152,7 +155,7 @@ def quantized_state(
         )
     if where is not None and not callable(where):
         raise ValueError(f"where={where!r} of quantized_state must be a function of path and parameter, or None")
-    inner = optax.with_extra_args_support(optimizer)
+    inner = optax.with_extra_args_support(cast(Any, optimizer))
 
     # Optax's types allow trees of its own kinds alone.
     def init(params: Any) -> Any:

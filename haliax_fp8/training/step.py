@@ -401,7 +401,7 @@ def _gradients(step: TrainStep, inputs: StepInput, model: Any) -> tuple[BatchGra
     once = step.quantize_kernels is not KernelQuantization.IN_EACH_MICROBATCH or step.reduce_gradients is not None
     if once:
         gather = step.quantize_kernels is KernelQuantization.GATHERED_ONCE
-        evaluated = quantize_kernels(evaluated, Fp8Config(rules=step.rules), gather=gather)
+        evaluated = quantize_kernels(evaluated, gather=gather, rules=step.rules)
     gradients = gradients_of_batch(
         step.loss_fn,
         evaluated,

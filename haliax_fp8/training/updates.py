@@ -399,7 +399,13 @@ def _is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact) if is_abstract else eqx.is_inexact_array(leaf)
 
 
-def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any, *, optimizer: Any = None) -> PyTree:
+def transfer_optimizer_state(
+    opt_state: PyTree,
+    old_model: PyTree,
+    new_model: PyTree,
+    *,
+    optimizer: optax.GradientTransformation | optax.MultiSteps | None = None,
+) -> PyTree:
     """An optimizer's state for a model that was converted, or converted back, during training.
 
     Conversion does not change parameters, but it changes the type of a layer's product, and with it the tree that

@@ -21,7 +21,7 @@ from full_disk import full_disk
 from haliax.state_dict import to_torch_compatible_state_dict
 from helpers import rounded_up
 
-from haliax_fp8 import Fp8Config, Recipe, calibrate, fp8_linear_layers
+from haliax_fp8 import Recipe, calibrate, fp8_linear_layers
 from haliax_fp8.folders.beside import write_config
 from haliax_fp8.folders.configuration import layout_of
 from haliax_fp8.folders.layout import Inputs, Layout, named as layouts
@@ -361,16 +361,16 @@ def test_equinox_and_own_classes(tmp_path):
     ensemble = eqx.filter_vmap(lambda key: eqx.nn.Linear(32, 16, key=key))(keys)
     dense = Dense(jax.random.normal(keys[0], (32, 48)))
     model = {"ensemble": ensemble, "mlp": eqx.nn.MLP(8, 8, 16, 1, key=keys[0]), "own": (dense, None)}
-    rules = Fp8Config(rules=(DenseRule(), *default_rules))
-    export_model(model, tmp_path / "out", "BF16", dtype=None, config=rules)
+    rules = (DenseRule(), *default_rules)
+    export_model(model, tmp_path / "out", "BF16", dtype=None, rules=rules)
     tensors = read(tmp_path / "out/model.safetensors")
     np.testing.assert_array_equal(tensors["own.0.weight"], dense.kernel.T)
     np.testing.assert_array_equal(tensors["ensemble.2.weight"], ensemble.weight[2])
     np.testing.assert_array_equal(tensors["ensemble.2.bias"], ensemble.bias[2])
     zeros = jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, model)
-    assert bool(eqx.tree_equal(import_model(tmp_path / "out", zeros, config=rules), model))
-    export_model(model, tmp_path / "fp8", config=rules)
-    frozen = import_model(tmp_path / "fp8", {**zeros, "own": ()}, weights="frozen", config=rules, strict=False)
+    assert bool(eqx.tree_equal(import_model(tmp_path / "out", zeros, rules=rules), model))
+    export_model(model, tmp_path / "fp8", rules=rules)
+    frozen = import_model(tmp_path / "fp8", {**zeros, "own": ()}, weights="frozen", rules=rules, strict=False)
     x = jax.random.normal(keys[1], (32,))
     found = eqx.filter_vmap(lambda layer: layer(x))(frozen["ensemble"])
     expected = eqx.filter_vmap(lambda layer: layer(x))(thaw(frozen["ensemble"], jnp.float32))

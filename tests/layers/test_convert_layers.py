@@ -559,7 +559,7 @@ def test_overrides():
     assert [length(model["layers"][i]) for i in (0, 2, 9, 10, 11)] == [5, 5, 5, 6, 6]
     assert model["head"].dot_general.recipe == e4m3
     assert model["head"].dot_general.amax_history("kernel").shape == (7,)
-    reasons = describe(model, config)
+    reasons = describe(model, config=config)
     assert reasons["layers.1"].reason == "left alone by the override 'layers.1'"
     assert reasons["stack.stacked.down"].reason == "not among the targets"
 
@@ -610,9 +610,8 @@ def test_fields_of_the_configuration_as_keywords():
 def test_what_is_no_configuration_names_the_call_that_was_meant(config, meant):
     with unchecked(), pytest.raises(ValueError, match=re.escape(meant)):
         fp8_linear_layers(linear(), config)
-    for function in (describe, restore_linear_layers):
-        with unchecked(), pytest.raises(ValueError, match="Fp8Config"):
-            function(linear(), config)
+    with unchecked(), pytest.raises(ValueError, match="Fp8Config"):
+        describe(linear(), config=config)
 
 
 @pytest.mark.parametrize(
@@ -725,7 +724,8 @@ def test_a_target_in_a_model_without_layers():
         ({"rules": (haliax_fp8.layers.EquinoxLinear,)}, "rules=.* must be a tuple of LayerRule instances"),
         ({"rules": haliax_fp8.layers.EquinoxLinear()}, "rules=.* must be a tuple of LayerRule instances"),
         ({"kernel_residual": "keep"}, "kernel_residual='keep' is not a"),
-        ({"only_if": "h100"}, "only_if='h100' must be a FasterOn"),
+        ({"exclude": haliax_fp8.layers.FasterOn("h100", tokens=1)}, "exclude holds FasterOn"),
+        ({"only_if": "h100"}, "only_if='h100' is not an option of Fp8Config; did you mean targets"),
     ],
     ids=str,
 )
@@ -927,7 +927,7 @@ def test_the_same_object_with_two_recipes():
 def test_describe():
     model = {"stack": blocks(), "head": linear(Out=(Out, Hidden)), "bad": integer_weights(), "mlp": [linear()]}
     config = Fp8Config(exclude="mlp.0", overrides={"down": Recipe.of(DelayedScaling(8), backward=E4M3)})
-    table = describe(fp8_linear_layers(model, config), config)
+    table = describe(fp8_linear_layers(model, config), config=config)
     rows = {row.path: (row.shape, row.stacked, row.recipe, row.reason, row.is_fp8) for row in table}
     assert rows == {
         "bad": ("input 8 -> output 6", "", None, "its weight has dtype int8, which is not floating-point", False),
@@ -1013,7 +1013,7 @@ def test_layers_of_equal_blocks_share_rows(monkeypatch):
 def test_describe_before_conversion_says_what_would_become_of_each_layer():
     model = {"a": linear(), "b": linear()}
     assert {row.reason for row in describe(model)} == {"not converted"}
-    assert describe(model, Fp8Config(targets="a"))["b"].reason == "not among the targets"
+    assert describe(model, config=Fp8Config(targets="a"))["b"].reason == "not among the targets"
 
 
 # --- What the converted model still is --------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ def test_a_row_for_each_op_of_ones_own(name, caplog):
 def test_an_op_of_ones_own_that_the_loss_never_calls():
     model = Several([jnp.eye(16)] * 2, [Fp8DotGeneral.init(), Fp8DotGeneral.init()])
     loss = lambda model, x: jnp.sum(model.ops[0](x, model.weights[0], MATRICES) @ model.weights[1])
-    described = describe(model, loss_fn=loss, batch=jnp.ones((4, 16)))
+    described = describe(model, loss, jnp.ones((4, 16)))
     assert (
         described["ops.0"].uncalled == ""
         and described["ops.1"].uncalled == "never called: the loss does not use this layer"

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from haliax_fp8 import (
+    Fp8Config,
     Fp8DotGeneral,
     Fp8Einsum,
     TrainStep,
@@ -67,14 +68,14 @@ DESCRIBED = {
     "a loop by hand": lambda: describe(by_hand()),
     "calibrate": lambda: describe(calibrate(fp8_linear_layers(Model()), loss, [X])),
     "step.calibrate": lambda: describe(TrainStep(loss, optax.sgd(0.1)).calibrate(fp8_linear_layers(Model()), X)),
-    "a loss and a batch": lambda: describe(fp8_linear_layers(Model()), loss_fn=loss, batch=X),
+    "a loss and a batch": lambda: describe(fp8_linear_layers(Model()), loss, X),
     "a loss and shapes": lambda: describe(
         eqx.filter_eval_shape(lambda: fp8_linear_layers(Model())),
-        loss_fn=loss,
-        batch=(eqx.filter_eval_shape(lambda: X),),
+        loss,
+        eqx.filter_eval_shape(lambda: X),
     ),
-    "a recipe without state": lambda: describe(fp8_linear_layers(Model(), recipe="rowwise"), loss_fn=loss, batch=X),
-    "random rounding": lambda: describe(fp8_linear_layers(Model(), recipe="nvfp4"), loss_fn=loss, batch=X),
+    "a recipe without state": lambda: describe(fp8_linear_layers(Model(), recipe="rowwise"), loss, X),
+    "random rounding": lambda: describe(fp8_linear_layers(Model(), recipe="nvfp4"), loss, X),
 }
 
 
@@ -112,12 +113,12 @@ def test_a_layer_of_haliax_whose_weight_the_model_reads():
         return (model["called"](x) + hax.dot(x, model["read"].weight, axis=In)).sum().scalar()
 
     x = hax.named(X, ("batch", "In"))
-    described = describe(fp8_linear_layers(layers), loss_fn=of_named, batch=x)
+    described = describe(fp8_linear_layers(layers), of_named, x)
     reasons = {row.path: row.uncalled for row in described}
     assert reasons["called"] == "" and reasons["read"] == READS and reasons["stack.stacked"].startswith(UNUSED)
     back = lambda layer, x: layer(x).rename({"Mid": "In"})
     folded = lambda model, x: model["stack"].fold_via(back)(x).sum().scalar()
-    assert describe(fp8_linear_layers(layers), loss_fn=folded, batch=x)["stack.stacked"].uncalled == ""
+    assert describe(fp8_linear_layers(layers), folded, x)["stack.stacked"].uncalled == ""
 
 
 @pytest.mark.parametrize("masked", [lambda x: 0.0 * x, lambda x: jnp.where(jnp.arange(16) < 0, x, 0.0)])
@@ -136,7 +137,7 @@ def test_a_layer_that_another_loss_calls_runs():
     other = lambda model, x: jnp.mean(jax.vmap(model.spare)(x) ** 2)
     model = calibrate(trained(), other, [X])
     assert {row.path: row.is_fp8 for row in describe(model)} == {"up": True, "down": False, "spare": True}
-    assert {row.path: row.is_fp8 for row in describe(model, loss_fn=other, batch=(X,))}["up"] is False
+    assert {row.path: row.is_fp8 for row in describe(model, other, X)}["up"] is False
 
 
 def test_layers_of_which_nothing_is_known_are_named():
@@ -144,7 +145,7 @@ def test_layers_of_which_nothing_is_known_are_named():
     model, fresh = trained(), fp8_linear_layers(Model())
     model = jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves(model))
     text = " ".join(str(describe(model)).split())
-    assert "No amax recorded yet in down, spare: describe(model, loss_fn=loss_fn, batch=batch) shows whether" in text
+    assert "No amax recorded yet in down, spare: describe(model, loss_fn, *batch) shows whether" in text
 
 
 def test_statistics_name_the_layers_that_are_never_called():
@@ -157,17 +158,17 @@ def test_statistics_name_the_layers_that_are_never_called():
 
 
 BAD = {
-    "a batch alone": ({"batch": X}, "batch was given without loss_fn; use describe"),
-    "a loss that is a model": ({"loss_fn": Model(), "batch": X}, "loss_fn is of type Model, but must be a function"),
-    "a loss that is an array": ({"loss_fn": X}, "loss_fn is of type .*, but must be a function"),
+    "a model": ((Model(), X), "loss_fn is of type Model, but must be a function"),
+    "an array": ((X,), "loss_fn is of type .*, but must be a function"),
+    "a configuration": ((Fp8Config(),), r"loss_fn is of type Fp8Config, .* describe\(model, config=\.\.\., device="),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_arguments(name):
-    options, message = BAD[name]
+    arguments, message = BAD[name]
     with pytest.raises(ValueError, match=message):
-        describe(fp8_linear_layers(Model()), **options)
+        describe(fp8_linear_layers(Model()), *arguments)
 
 
 # --- What is in no layer ----------------------------------------------------------------------------------------------

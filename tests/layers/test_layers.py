@@ -716,13 +716,13 @@ def test_a_layer_and_a_rule_of_ones_own():
     assert [row.path for row in describe(fp8_linear_layers(model))] == ["linear"]
     config = Fp8Config(rules=(DenseRule(), *default_rules), amax_history_length=4)
     fp8 = fp8_linear_layers(model, config)
-    assert {row.path: (row.shape, row.is_fp8, row.reason) for row in describe(fp8, config)} == {
+    assert {row.path: (row.shape, row.is_fp8, row.reason) for row in describe(fp8, config=config)} == {
         "dense": ("48 -> 56", True, ""),
         "linear": ("48 -> 56", True, ""),
         "small": ("4 -> 8", False, "it is too small to be worth it"),
     }
     assert isinstance(fp8["dense"], Fp8Dense) and fp8["small"] is model["small"]
-    assert_same(restore_linear_layers(fp8, config), model)
+    assert_same(restore_linear_layers(fp8, rules=config.rules), model)
     with pytest.raises(ValueError, match="small, which cannot be converted: it is too small"):
         fp8_linear_layers(model, dataclasses.replace(config, targets="small"))
 
@@ -759,7 +759,7 @@ def test_layers_of_ones_own_in_stacks_and_ensembles():
     config = Fp8Config(rules=(DenseRule(), *default_rules), amax_history_length=4)
     stack = hnn.Stacked.init(Layers, DenseBlock)(key=jax.random.split(jax.random.key(0), 3))
     fp8 = fp8_linear_layers(stack, config)
-    assert describe(fp8, config)["stacked.first"].shape == "48 -> 48"
+    assert describe(fp8, config=config)["stacked.first"].shape == "48 -> 48"
     shared = haliax_fp8.memory.share_input_scales(fp8, [("first", "second")], rules=config.rules)
     assert shared.stacked.second.op.state.shared_input == "stacked.first+second"
     assert_same(haliax_fp8.memory.separate_input_scales(shared, rules=config.rules), fp8)
@@ -789,7 +789,7 @@ def test_the_first_rule_that_fits_decides():
     for layers, converted in (((Wide(), *default_rules), {"wide"}), ((*default_rules, Wide()), {"narrow", "wide"})):
         config = Fp8Config(rules=layers)
         fp8 = fp8_linear_layers(model, config)
-        assert {row.path for row in describe(fp8, config) if row.is_fp8} == converted
+        assert {row.path for row in describe(fp8, config=config) if row.is_fp8} == converted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -806,29 +806,29 @@ def test_a_layer_that_is_converted_only_if_it_is_named():
     """By a target or an override; converted, it stays so. Until then it does not count as a linear layer."""
     model = {"wide": linear(64, 64), "few": linear(64, 8), "narrow": linear(48, 64)}
     rules = (Wider(), *default_rules)
-    in_fp8 = lambda model, config: {row.path for row in describe(model, config) if row.is_fp8}
+    in_fp8 = lambda model, config: {row.path for row in describe(model, config=config) if row.is_fp8}
     config = Fp8Config(rules=rules)
     fp8 = fp8_linear_layers(model, config)
     assert in_fp8(fp8, config) == {"wide"}
-    assert {row.path: row.reason for row in describe(model, config)} == {
+    assert {row.path: row.reason for row in describe(model, config=config)} == {
         "wide": "not converted",
         "few": "few outputs",
         "narrow": "fewer than 50 inputs",
     }
-    assert describe(fp8, config).count == 2
+    assert describe(fp8, config=config).count == 2
     named = (Fp8Config(rules=rules, targets=("few", "wide")), Fp8Config(rules=rules, overrides={"few": "rowwise"}))
     for naming in named:
         both = fp8_linear_layers(model, naming)
-        assert in_fp8(both, naming) == {"few", "wide"} and describe(both, naming).count == 3
+        assert in_fp8(both, naming) == {"few", "wide"} and describe(both, config=naming).count == 3
         assert_same(fp8_linear_layers(both, config)["few"], both["few"])
     with pytest.raises(ValueError, match="select narrow, which cannot be converted"):
         fp8_linear_layers(model, Fp8Config(rules=rules, targets="narrow"))
     with pytest.raises(ValueError, match="no layer that can be converted; few cannot be: few outputs"):
         fp8_linear_layers({"few": model["few"]}, config)
     # For inference too.
-    served = haliax_fp8.serving.quantize_for_inference(model, "FP8_DYNAMIC", config=config)
+    served = haliax_fp8.serving.quantize_for_inference(model, "FP8_DYNAMIC", rules=config.rules)
     assert in_fp8(served, config) == {"wide"}
-    served = haliax_fp8.serving.quantize_for_inference(model, "FP8_DYNAMIC", config=config, targets="few")
+    served = haliax_fp8.serving.quantize_for_inference(model, "FP8_DYNAMIC", rules=config.rules, targets="few")
     assert in_fp8(served, config) == {"few"}
     with pytest.raises(ValueError, match="reason=None of OnlyIfNamed is not a str; use"):
         OnlyIfNamed(None)

@@ -33,7 +33,7 @@ OF_LAYERS = {
     "serving_tensors(model, layout)": huggingface.serving_tensors,
     "import_model(directory, model)": lambda model: huggingface.import_model("folder", model),
     "fp8_linear_layers(module)": fp8.fp8_linear_layers,
-    "restore_linear_layers(module)": fp8.restore_linear_layers,
+    "restore_linear_layers(model)": fp8.restore_linear_layers,
     "describe(model)": fp8.describe,
     "share_input_scales(model)": memory.share_input_scales,
     "quantize_for_inference(model, layout)": serving.quantize_for_inference,

@@ -45,8 +45,8 @@ def gain(*args, **options):
 
 
 def converted(layers, **options):
-    config = Fp8Config(only_if=FasterOn(**options))
-    return describe(fp8_linear_layers(layers, config), config)
+    config = Fp8Config(targets=FasterOn(**options))
+    return describe(fp8_linear_layers(layers, config), config=config)
 
 
 # --- the prediction ---------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_ensembles_stacks_and_experts():
     assert ensemble.overhead_bytes == 6 * (one.overhead_bytes + 6 * results)
     # Four small ones join what the members measured.
     assert ensemble.overhead_launches == one.overhead_launches + 4
-    current = describe(layers, fp8.Fp8Config(recipe="current"), predict=FasterOn("h100", tokens=4096))
+    current = describe(layers, config=fp8.Fp8Config(recipe="current"), predict=FasterOn("h100", tokens=4096))
     assert current["ensemble"].prediction.overhead_bytes == 6 * current["one"].prediction.overhead_bytes
     experts = table["experts"].prediction
     assert experts.gain < one.gain, "as many rows, eight kernels to quantize"
@@ -227,29 +227,28 @@ def test_a_transformer():
 
 
 def test_conversion_raises_where_no_layer_is_faster():
-    """A model that trains in bf16 all the same would be a silent fallback; `describe` says why for each layer."""
+    """A model that trains in bf16 all the same would be a silent fallback."""
     layers = {name: linear(4096, 14336) for name in ("a", "b", "c", "d")}
-    config = Fp8Config(only_if=FasterOn("h100", tokens=128))
+    reason = f"FP8 would be {gain(2048, 4096, 14336):.2f} times as fast as bf16 on h100 at 2048 tokens, below 1.2"
+    faster = FasterOn("h100", tokens=2048, at_least=1.2)
     with pytest.raises(ValueError) as raised:
-        fp8_linear_layers(layers, config)
-    reasons = {row.path: row.reason for row in describe(layers, config)}
-    assert all(reason.startswith("FP8 would ") and "on h100 at 128 tokens" in reason for reason in reasons.values())
+        fp8_linear_layers(layers, targets=faster)
     message = str(raised.value)
-    assert message.startswith("only_if=FasterOn(...) on h100 at 128 tokens leaves every selected layer")
-    assert f"a: {reasons['a']}; b: {reasons['b']}; c: {reasons['c']}; and 1 more. " in message
-    assert "leave out only_if" in message and "describe(model, config)" in message
-    # One that is faster is enough, and an override decides on its own.
-    assert converted(layers | {"e": linear(16384, 65536)}, device="h100", tokens=2048).fp8_count >= 1
-    named = dataclasses.replace(config, overrides={"a": "current"})
-    assert describe(fp8_linear_layers(layers, named), named).fp8_count == 1
+    assert message.startswith(f"targets=FasterOn(...) selects no layer: a: {reason}; b: {reason}; c: {reason}; and 1 ")
+    assert "describe(model, predict=FasterOn(...))" in message
+    with pytest.raises(ValueError, match="selects no layer: a: "):
+        fp8_linear_layers(layers, targets=["b", faster])
+    # One that is faster is enough.
+    table = describe(fp8_linear_layers(layers | {"e": linear(16384, 65536)}, targets=faster), predict=faster)
+    assert [row.path for row in table if row.is_fp8] == ["e"]
 
 
 def test_what_was_left_out_by_name_is_not_called_slower():
     layers = {"a": linear(64, 64), "b": linear(4096, 14336)}
-    config = Fp8Config(exclude="b", only_if=FasterOn("h100", tokens=8192))
-    with pytest.raises(ValueError, match=r"high precision: a: FP8 would [^;]*\. Train"):
+    config = Fp8Config(exclude="b", targets=FasterOn("h100", tokens=8192))
+    with pytest.raises(ValueError, match=r"no layer: a: FP8 would [^;]*\. Train"):
         fp8_linear_layers(layers, config)
-    nothing = Fp8Config(only_if=FasterOn("h100", tokens=8192))
+    nothing = Fp8Config(targets=FasterOn("h100", tokens=8192))
     with pytest.raises(ValueError, match="contains no layer that can be converted"):
         fp8_linear_layers({"norm": eqx.nn.LayerNorm(4)}, nothing)
 
@@ -259,34 +258,45 @@ def test_the_margin():
     assert 1.2 < prediction.gain < 1.4
     layers = {"x": linear(4096, 4096)}
     assert converted(layers, device="h100", tokens=4096, at_least=1.2).fp8_count == 1
-    row = describe(layers, Fp8Config(only_if=FasterOn("h100", tokens=4096, at_least=1.4)))["x"]
+    layers["wide"] = linear(16384, 16384)
+    row = describe(layers, config=Fp8Config(targets=FasterOn("h100", tokens=4096, at_least=1.4)))["x"]
     assert row.reason == f"FP8 would be {prediction.gain:.2f} times as fast as bf16 on h100 at 4096 tokens, below 1.4"
     exactly = converted(layers, device="h100", tokens=4096, at_least=prediction.gain)
-    assert exactly.fp8_count == 1
+    assert exactly.fp8_count == 2
 
 
 def test_a_tied_head_is_judged_by_its_product():
     Vocab, Embed = hax.Axis("vocab", 128256), hax.Axis("embed", 4096)
     model = {"embed": eqx.filter_eval_shape(lambda: hnn.Embedding.init(Vocab, Embed, key=jax.random.key(0)))}
     faster = FasterOn("h100", tokens=8192)
-    unnamed, named = Fp8Config(only_if=faster), Fp8Config(targets="embed", only_if=faster)
-    row = describe(model, unnamed)["embed"]
+    row = describe(model, config=Fp8Config(targets=faster))["embed"]
     assert row.prediction is None and row.reason == "a tied head is converted only if a target names it"
-    row = describe(fp8_linear_layers(model, named), named)["embed"]
+    named = Fp8Config(targets=["embed", faster])
+    row = describe(fp8_linear_layers(model, named), config=named)["embed"]
     assert row.is_fp8 and 1.4 < row.prediction.gain < 2
-    few = Fp8Config(targets="embed", only_if=FasterOn("h100", tokens=64))
-    with pytest.raises(ValueError, match="high precision: embed: FP8 would take"):
-        fp8_linear_layers(model, few)
 
 
-def test_targets_are_judged_and_overrides_are_not():
-    layers = {"a": linear(64, 64), "b": linear(64, 64), "c": linear(4096, 4096)}
-    faster = FasterOn("h100", tokens=8192)
-    config = Fp8Config(targets=["a", "b"], overrides={"b": "current", "c": None}, only_if=faster)
-    table = describe(fp8_linear_layers(layers, config), config)
-    assert [row.path for row in table if row.is_fp8] == ["b"]
-    assert "times bf16's time" in table["a"].reason and table["c"].reason == "left alone by the override 'c'"
-    assert table["b"].prediction.gain < 1
+def test_layers_with_a_name_are_not_judged():
+    names = ("slow", "wide", "target", "override", "none", "excluded")
+    layers = {name: linear(64, 64) for name in names} | {"wide": linear(4096, 14336)}
+    config = Fp8Config(
+        targets=[FasterOn("h100", tokens=8192), "target"],
+        overrides={"override": "current", "none": None},
+        exclude="excluded",
+    )
+    table = describe(fp8_linear_layers(layers, config), config=config)
+    assert {row.path for row in table if row.is_fp8} == {"wide", "target", "override"}
+    assert "times bf16's time" in table["slow"].reason and table["none"].reason == "left alone by the override 'none'"
+    assert table["target"].prediction.gain < 1 and table["target"].prediction == table["excluded"].prediction
+
+
+def test_layers_that_are_faster_on_one_of_two_devices():
+    """Here a B200's FP8 pays for fewer tokens than an L40S's."""
+    layers = {"x": linear(4096, 14336)}
+    slower, faster = (FasterOn(device, tokens=2048, at_least=1.2) for device in ("l40s", "b200"))
+    with pytest.raises(ValueError, match="on l40s at 2048 tokens"):
+        fp8_linear_layers(layers, targets=slower)
+    assert describe(fp8_linear_layers(layers, targets=[slower, faster])).fp8_count == 1
 
 
 @pytest.mark.parametrize(
@@ -299,9 +309,10 @@ def test_targets_are_judged_and_overrides_are_not():
     ],
 )
 def test_what_a_device_would_emulate_is_left_alone(device, recipe, reason):
-    config = Fp8Config(recipe=recipe, only_if=FasterOn(device, tokens=65536))
-    row = describe({"x": linear(16384, 16384)}, config)["x"]
-    assert row.reason.startswith(reason) and row.prediction is None
+    layer, faster = {"x": linear(16384, 16384)}, FasterOn(device, tokens=65536)
+    with pytest.raises(ValueError, match=f"selects no layer: x: {re.escape(reason)}"):
+        fp8_linear_layers(layer, recipe=recipe, targets=faster)
+    assert describe(layer, config=Fp8Config(recipe=recipe), predict=faster)["x"].prediction is None
 
 
 def test_experts_take_what_their_implementation_takes():
@@ -309,10 +320,10 @@ def test_experts_take_what_their_implementation_takes():
     moe = {"x": eqx.filter_eval_shape(lambda: hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0)))}
     faster = FasterOn("h100", tokens=65536, experts_per_token=2)
     for recipe in ("delayed", "rowwise"):
-        config = Fp8Config(recipe=recipe, only_if=faster)
-        assert describe(fp8_linear_layers(moe, config), config).fp8_count == 1
+        config = Fp8Config(recipe=recipe, targets=faster)
+        assert describe(fp8_linear_layers(moe, config), config=config).fp8_count == 1
     with pytest.raises(ValueError, match="x: FP8 would be emulated on h100"):
-        fp8_linear_layers(moe, recipe="mxfp8", only_if=faster)
+        fp8_linear_layers(moe, recipe="mxfp8", targets=faster)
 
 
 def test_a_rule_without_sizes():
@@ -324,10 +335,11 @@ def test_a_rule_without_sizes():
         op = lambda self, layer: None
         with_op = lambda self, layer, op: layer
 
-    config = Fp8Config(rules=(MyRule(),), only_if=FasterOn("h100", tokens=8192))
-    row = describe({"x": linear(4096, 4096)}, config)["x"]
-    assert row.reason == "its time in FP8 is unknown: the Kernel that MyRule returns has no In and Out"
-    assert row.shape == "4096 × 4096"
+    config = Fp8Config(rules=(MyRule(),), targets=FasterOn("h100", tokens=8192))
+    layer = {"x": linear(4096, 4096)}
+    with pytest.raises(ValueError, match="x: its time in FP8 is unknown: the Kernel that MyRule returns has no In and"):
+        fp8_linear_layers(layer, config)
+    assert describe(layer, config=Fp8Config(rules=(MyRule(),)))["x"].shape == "4096 × 4096"
 
 
 WIDTHS = st.integers(1, 20000)
@@ -342,13 +354,14 @@ WIDTHS = st.integers(1, 20000)
 )
 @settings(max_examples=60, deadline=None)
 def test_never_slower_than_bf16(sizes, tokens, device, recipe):
-    config = Fp8Config(recipe=recipe, only_if=FasterOn(device, tokens=tokens))
+    config = Fp8Config(recipe=recipe, targets=FasterOn(device, tokens=tokens))
     layers = {str(i): linear(*size) for i, size in enumerate(sizes)}
     try:
-        table = describe(fp8_linear_layers(layers, config), config)
+        table = describe(fp8_linear_layers(layers, config), config=config)
     except ValueError as error:
-        assert "leaves every selected layer in high precision" in str(error)
-        assert all(row.prediction is None or row.prediction.gain < 1.1 for row in describe(layers, config))
+        assert "targets=FasterOn(...) selects no layer" in str(error)
+        table = describe(layers, config=Fp8Config(recipe=recipe), predict=config.faster_on[0])
+        assert all(row.prediction is None or row.prediction.gain < 1.1 for row in table)
         return
     bf16 = math.fsum(row.prediction.bf16 for row in table if row.prediction)
     now = math.fsum(row.prediction.fp8 if row.is_fp8 else row.prediction.bf16 for row in table if row.prediction)
@@ -364,7 +377,7 @@ def test_the_model_that_it_makes_runs():
     model = {"up": hnn.Linear.init(In, Mid, key=keys[0]), "down": hnn.Linear.init(Mid, In, key=keys[1])}
     peaks = fp8.preflight.Peaks(fp8=2.0, bf16=1.0, f32=1.0, bandwidth=1e9, source="made up: products are all there is")
     faster = FasterOn(H100, tokens=16, peaks=peaks, efficiency=Efficiency(launch=0.0))
-    fast = fp8_linear_layers(model, Fp8Config(only_if=faster, exclude="down"))
+    fast = fp8_linear_layers(model, Fp8Config(targets=faster, exclude="down"))
     assert [row.is_fp8 for row in describe(fast)] == [False, True]
     x = hax.ones((hax.Axis("batch", 16), In), jnp.float32)
     grads = fp8.filter_grad(lambda m: hax.sum(m["down"](m["up"](x))).scalar())(fast)
@@ -380,8 +393,8 @@ def test_without_it_everything_is_converted():
 
 def test_the_table():
     layers = {"up": linear(4096, 14336), "tiny": linear(64, 64)}
-    config = Fp8Config(only_if=FasterOn("h100", tokens=8192))
-    table = describe(fp8_linear_layers(layers, config), config)
+    config = Fp8Config(targets=FasterOn("h100", tokens=8192))
+    table = describe(fp8_linear_layers(layers, config), config=config)
     text = str(table)
     assert "gain" in text and "1.46× (1.30 to 1.74)" in text and f"{table['tiny'].prediction.gain:.2f}×" in text
     assert "at 8192 tokens" in " ".join(text.split())
@@ -404,12 +417,12 @@ def test_only_where_asked_for():
 def test_before_and_after_conversion_and_for_another_device():
     layers = {"up": linear(4096, 14336), "tiny": linear(64, 64)}
     faster = FasterOn("h100", tokens=8192)
-    config = Fp8Config(recipe="current", only_if=faster)
-    before, after = describe(layers, config), describe(fp8_linear_layers(layers, config), config)
+    config = Fp8Config(recipe="current", targets=faster)
+    before, after = describe(layers, config=config), describe(fp8_linear_layers(layers, config), config=config)
     assert [row.prediction for row in before] == [row.prediction for row in after]
     # A converted model is described with the recipe that it has, whatever the configuration.
     assert describe(fp8_linear_layers(layers, config), predict=faster)["up"].prediction == after["up"].prediction
-    b200 = describe(layers, config, predict=FasterOn("b200", tokens=8192))
+    b200 = describe(layers, config=config, predict=FasterOn("b200", tokens=8192))
     assert b200["up"].prediction.bf16 < before["up"].prediction.bf16
     # What decides is the configuration's.
     assert [row.reason for row in b200] == [row.reason for row in before]

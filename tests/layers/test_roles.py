@@ -70,9 +70,9 @@ def amax(x):
     return np.max(np.abs(x))
 
 
-def assert_recorded(model, x, op_of, config):
+def assert_recorded(model, x, op_of, rules=default_rules):
     """The histories hold the amax of the input, and of the kernel; also if the kernel is quantized beforehand."""
-    for before in (lambda m: m, lambda m: quantize_kernels(m, config)):
+    for before in (lambda m: m, lambda m: quantize_kernels(m, rules=rules)):
         op = op_of(filter_grad(lambda m, before=before: jnp.sum(before(m)(x) ** 2))(model))
         assert op.amax_history("input")[0] == amax(x)
         assert op.amax_history("kernel")[0] == amax(op_of.weight)
@@ -98,7 +98,7 @@ def test_a_kernel_that_is_the_first_operand(case, is_named):
     # Sizes tell, unless both operands could be the kernel.
     for first in (None, True) if case == "wide" else (True,):
         config = config_of(first)
-        assert_recorded(fp8_linear_layers(layer, config), x, Op(weight), config)
+        assert_recorded(fp8_linear_layers(layer, config), x, Op(weight), config.rules)
 
 
 @pytest.mark.parametrize("case", SIZES)
@@ -107,7 +107,7 @@ def test_the_kernel_of_equinox_is_the_second_operand(case):
     Out, In, (_, *columns) = SIZES[case]
     layer = eqx.nn.Linear(In, Out, use_bias=False, key=jax.random.key(0))
     x = drawn(1, (In, columns[0]), 5.0)
-    assert_recorded(fp8_linear_layers(layer, amax_history_length=4), x, Op(layer.weight), None)
+    assert_recorded(fp8_linear_layers(layer, amax_history_length=4), x, Op(layer.weight))
 
 
 def test_the_order_of_a_stack():

@@ -14,7 +14,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, PartitionSpec
 
 import haliax_fp8 as fp8
-from haliax_fp8.memory import KernelResidual, RecomputeElementwise, recompute_elementwise
+from haliax_fp8.memory import KernelResidual, RecomputeElementwise
 
 
 Embed, Mlp, Rows, Blocks = hax.make_axes(embed=32, mlp=64, rows=16, block=3)
@@ -147,7 +147,8 @@ def test_the_policy_in_a_scan_of_ones_own():
         return x + h / jnp.sqrt((h**2).mean(axis=-1, keepdims=True)), None
 
     def of(x, kernels):
-        return jax.lax.scan(jax.checkpoint(body, policy=recompute_elementwise, prevent_cse=False), x, kernels)[0].sum()
+        checkpoint = jax.checkpoint(body, policy=RecomputeElementwise(), prevent_cse=False)
+        return jax.lax.scan(checkpoint, x, kernels)[0].sum()
 
     kernels = jnp.ones((Blocks.size, Embed.size, Embed.size))
     found = stacked_by(jax.grad(of, argnums=(0, 1)), jnp.ones(NARROW), kernels)

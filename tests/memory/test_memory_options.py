@@ -267,18 +267,14 @@ def test_the_input_is_quantized_once():
 
 # --- Checkpointing ----------------------------------------------------------------------------------------------------
 
-POLICIES = {
-    "save_fp8_operands": (fp8.memory.save_fp8_operands, ["fp8_operand", "fp8_output"]),
-    "save_nothing_but_fp8": (fp8.memory.save_nothing_but_fp8, ["fp8_operand"]),
-}
+POLICIES = {outputs: fp8.memory.SaveFp8Operands(outputs=outputs) for outputs in (True, False)}
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", POLICIES)
-def test_policies_change_no_number(name):
-    policy, names = POLICIES[name]
+@pytest.mark.parametrize("policy", POLICIES.values())
+def test_policies_change_no_number(policy):
     expected = trained(fp8_linear_layers(stacked()), steps=2)
-    got = trained(fp8_linear_layers(stacked(hax.ScanCheckpointPolicy(save_block_internals=names))), steps=2)
+    got = trained(fp8_linear_layers(stacked(policy)), steps=2)
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
     one = fp8_linear_layers(MODELS["one"]())
     plain, kept = (
@@ -289,12 +285,12 @@ def test_policies_change_no_number(name):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name, wide", [("save_fp8_operands", 2), ("save_nothing_but_fp8", 0)])
-def test_what_policies_keep(name, wide):
+@pytest.mark.parametrize("outputs, wide", [(True, 2), (False, 0)])
+def test_what_policies_keep(outputs, wide):
     """FP8 inputs of the three products; beside them the results that something asks for, or nothing as large."""
     model = fp8_linear_layers(MODELS["one"]())
     arrays, static = eqx.partition(model, eqx.is_array)
-    block = jax.checkpoint(lambda arrays, x: eqx.combine(arrays, static)(x).array, policy=POLICIES[name][0])
+    block = jax.checkpoint(lambda arrays, x: eqx.combine(arrays, static)(x).array, policy=POLICIES[outputs])
     kept = jax.tree.leaves(jax.vjp(block, arrays, inputs())[1])
     # Arguments are there anyway.
     given = [x.shape for x in jax.tree.leaves((arrays, inputs()))]
@@ -303,6 +299,17 @@ def test_what_policies_keep(name, wide):
     assert sorted(in_fp8) == sorted([(16, 32), (16, 32), (16, 64)])
     large = [aval for aval in kept if aval.dtype != jnp.float8_e4m3fn and aval.shape in ((16, 64), (16, 32))]
     assert len(large) - 1 == wide, "the block's input, and results"
+
+
+def test_policies_are_values():
+    """Programs with equal policies are the same to JAX."""
+    make = [
+        fp8.memory.SaveFp8Operands,
+        lambda: fp8.memory.SaveFp8Operands(outputs=False),
+        fp8.memory.RecomputeElementwise,
+        lambda: dataclasses.replace(fp8.memory.RecomputeElementwise(), prevent_cse=True),
+    ]
+    assert len({policy() for policy in (*make, *make)}) == len(make)
 
 
 # --- Compressed activations -------------------------------------------------------------------------------------------

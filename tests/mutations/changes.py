@@ -1007,9 +1007,30 @@ CHANGES = (
     Change(
         "a model of which no layer would be faster is returned as it is",
         "layers/convert.py",
-        "if slower and all(",
-        "if slower and not all(",
+        "if judged and all(",
+        "if judged and not all(",
         ("test_only_where_faster.py::test_conversion_raises_where_no_layer_is_faster",),
+    ),
+    Change(
+        "layers that a target names are judged too",
+        "layers/convert.py",
+        "recipe is not None and not is_named and config.faster_on",
+        "recipe is not None and config.faster_on",
+        ("test_only_where_faster.py::test_layers_with_a_name_are_not_judged",),
+    ),
+    Change(
+        "calibration measures what training does",
+        "recipes/scaling/measured.py",
+        "self.memory.measure_for_calibration(",
+        "self.memory.measure(",
+        ("test_memory.py::test_a_memory_knows_whether_it_is_calibrated",),
+    ),
+    Change(
+        "policies that keep and recompute results are equal",
+        "memory/policies.py",
+        "type(other) is type(self) and vars(other) == vars(self)",
+        "type(other) is type(self)",
+        ("test_memory_options.py::test_policies_are_values",),
     ),
     Change(
         "a mapped product has its axis wherever the contraction puts it",

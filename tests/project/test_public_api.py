@@ -66,3 +66,8 @@ def test_modules_load_when_they_are_used():
     assert later >= {"haliax_fp8.checkpoints", "haliax_fp8.statistics"}
     with pytest.raises(AttributeError, match="no attribute 'checkpoint'"):
         haliax_fp8.checkpoint  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["OverwriteWithGradient", "fp32_max_grad"])
+def test_names_that_flax_and_haliax_have_are_at_the_front_door_too(name):
+    assert getattr(haliax_fp8, name) is getattr(haliax_fp8.training, name)

@@ -10,7 +10,16 @@ import pytest
 from matrix_product import loss, table
 
 import haliax_fp8 as fp8
-from haliax_fp8.recipes import AbstractMemory, AbstractScaling, MostRecent, StaticScaling
+from haliax_fp8.recipes import (
+    FP8_UNITS,
+    AbstractMemory,
+    AbstractScaling,
+    MostRecent,
+    StaticScaling,
+    amaxes_of_rows,
+    quantize_by_stored_scale,
+    scale_of_amax,
+)
 from haliax_fp8.recipes.scaling import MeasuredScaling
 
 
@@ -48,7 +57,7 @@ class Last(AbstractMemory):
 class OfLast(AbstractScaling):
     """A scaling of one's own."""
 
-    units = fp8.DelayedScaling.units
+    units = FP8_UNITS
     per_axis: ClassVar[bool] = False
 
     @functools.cached_property
@@ -56,7 +65,7 @@ class OfLast(AbstractScaling):
         return Last()
 
     def quantize(self, x, use):
-        return fp8.DelayedScaling().quantize(x, use)
+        return quantize_by_stored_scale(x, use)
 
 
 def test_a_memory_of_ones_own_is_used_in_training():
@@ -118,3 +127,41 @@ def test_a_memory_may_record_several_numbers_and_store_them_elsewhere():
         np.testing.assert_array_equal(table(found)[:, 1], 1.0)
         np.testing.assert_allclose(table(found)[:, 2], [float(jnp.abs(a).max()) for a in (x, w, c)], rtol=1e-6)
         np.testing.assert_allclose(table(found)[:, 3], [float(jnp.abs(a).mean()) for a in (x, w, c)], rtol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrated(Last):
+    """The scale of calibration's largest amax; training measures nothing, and reads no operand."""
+
+    def measure(self, x, quantized, ensemble):
+        return jnp.zeros((*x.shape[:ensemble], 1, 1))
+
+    def measure_for_calibration(self, x, quantized, ensemble):
+        return amaxes_of_rows(x, ensemble)
+
+    def head(self, rows, measured, limits):
+        return jnp.concatenate([scale_of_amax(measured, rows[..., :1], limits), measured], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfCalibration(OfLast):
+    """A scaling that measures in calibration alone."""
+
+    @functools.cached_property
+    def memory(self):
+        return Calibrated()
+
+
+def test_a_memory_knows_whether_it_is_calibrated():
+    """A step of training leaves the scale as it is; a step of calibration makes it fit the operand."""
+    rng = np.random.default_rng(0)
+    x, w, c = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((12, 32), (32, 8), (12, 8)))
+    op = fp8.Fp8DotGeneral.init(OfCalibration())
+    overwrites, rest = fp8.partition_for_grad_overwrite(fp8.filter_grad(loss)(op, x, w, c))
+    np.testing.assert_array_equal(table(fp8.apply_updates(op, rest, overwrites))[:, :2], [[1.0, 0.0]] * 3)
+    limits = [fp8.recipes.E4M3.max, fp8.recipes.E4M3.max, fp8.recipes.E5M2.max]
+    scales = [float(jnp.abs(a).max()) / limit for a, limit in zip((x, w, c), limits, strict=True)]
+    calibrated = fp8.calibrate(op, loss, [(x, w, c)])
+    np.testing.assert_allclose(table(calibrated)[:, 0], scales, rtol=1e-6)
+    overwrites, rest = fp8.partition_for_grad_overwrite(fp8.filter_grad(loss)(calibrated, x, w, c))
+    np.testing.assert_allclose(table(fp8.apply_updates(calibrated, rest, overwrites))[:, 0], scales, rtol=1e-6)

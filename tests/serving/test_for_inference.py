@@ -340,24 +340,24 @@ def test_a_class_of_ones_own():
     served_layers = {Dense: lambda layer, kernel: ServedDense(kernel)}
     layer, x = Dense(normal(0, 64, 32)), normal(1, 5, 64)
     trained = fp8_linear_layers(layer, config)
-    served = quantize_for_inference(trained, "FP8_DYNAMIC", config=config, served_layers=served_layers)
+    served = quantize_for_inference(trained, "FP8_DYNAMIC", rules=config.rules, served_layers=served_layers)
     np.testing.assert_array_equal(eqx.filter_jit(served)(x), eqx.filter_jit(trained)(x))
     # Stored with what is summed over last.
     assert served.kernel.data.array.shape == (32, 64) and dequantize(served).weight.shape == (64, 32)
     with pytest.raises(ValueError, match=r"up is a Dense, which.*exclude the layer"):
-        quantize_for_inference({"up": layer}, "FP8_DYNAMIC", config=config)
+        quantize_for_inference({"up": layer}, "FP8_DYNAMIC", rules=config.rules)
     with pytest.raises(ValueError, match=r"served_layers\[Dense\] does not.*lambda"):
-        quantize_for_inference(layer, "FP8_DYNAMIC", config=config, served_layers={Dense: ServedDense})
+        quantize_for_inference(layer, "FP8_DYNAMIC", rules=config.rules, served_layers={Dense: ServedDense})
     with pytest.raises(ValueError, match=r"served_layers\[Dense\]\(layer, kernel\) returned None"):
-        quantize_for_inference(layer, "FP8_DYNAMIC", config=config, served_layers={Dense: lambda *_: None})
-    with pytest.raises(ValueError, match=r"served_layers names Dense, but.*config="):
+        quantize_for_inference(layer, "FP8_DYNAMIC", rules=config.rules, served_layers={Dense: lambda *_: None})
+    with pytest.raises(ValueError, match=r"served_layers names Dense, but.*rules="):
         quantize_for_inference([layer, equinox_linear()], "FP8_DYNAMIC", served_layers=served_layers)
     for wrong in ({"Dense": ServedDense}, {Dense: None}, ServedDense):
         with (
             unchecked(),
             pytest.raises(ValueError, match=r"served_layers=.*must be a mapping from"),
         ):
-            quantize_for_inference(layer, "FP8_DYNAMIC", config=config, served_layers=wrong)
+            quantize_for_inference(layer, "FP8_DYNAMIC", rules=config.rules, served_layers=wrong)
     with pytest.raises(ValueError, match=r"made for a sum over \(0,\)"):
         served.kernel.dot_general(normal(1, 5, 32), (((1,), (1,)), ((), ())))
 
@@ -393,13 +393,13 @@ def test_the_class_that_a_built_in_one_is_extended_to():
     quantized = lambda layer, **how: quantize_for_inference(layer, "FP8_DYNAMIC", **how)
     own = Fp8Config(rules=(DoubledRule(), *default_rules))
     with pytest.raises(ValueError, match="the model itself is a Doubled, which has no"):
-        quantized(doubled, config=own)
-    served = quantized(doubled, config=own, served_layers={Doubled: ServedDoubled})
+        quantized(doubled, rules=own.rules)
+    served = quantized(doubled, rules=own.rules, served_layers={Doubled: ServedDoubled})
     plain = quantized(layer)
     np.testing.assert_array_equal(jax.vmap(served)(x), 2 * jax.vmap(plain)(x))
     # The nearest class decides, and a user's function comes before the built-in one.
     both = {eqx.nn.Linear: ServedDoubled, Doubled: ServedEquinoxLinear}
-    twice, once = quantized([layer, doubled], config=own, served_layers=both)
+    twice, once = quantized([layer, doubled], rules=own.rules, served_layers=both)
     assert (type(twice), type(once)) == (ServedDoubled, ServedEquinoxLinear)
 
 

@@ -375,7 +375,7 @@ class DenseRule(LayerRule):
 def test_layers_of_your_own():
     weight, x = values(0, 32, 32), values(1, 4, 32)
     convert = lambda rule, **options: fp8_linear_layers(Dense(weight), rules=(rule, *default_rules), **options)
-    made = lambda model, rule: quantize_kernels(model, Fp8Config(rules=(rule, *default_rules)))
+    made = lambda model, rule: quantize_kernels(model, rules=(rule, *default_rules))
     given, unknown, wrong = DenseRule((0,)), DenseRule(), DenseRule((1,))
     for recipe, rule in (("rowwise", given), ("delayed", unknown), ("delayed", wrong)):
         model = convert(rule, recipe=recipe)
@@ -415,12 +415,12 @@ def test_batched_kernels_have_copies_where_scales_do_not_run_along_a_sum():
     loss = eqx.filter_jit(fp8.filter_value_and_grad(lambda model, x: jnp.sum(model(x) ** 2)))
     for recipe in ("delayed", "deepseek"):
         model = fp8_linear_layers(PerHead(weight), dataclasses.replace(config, recipe=recipe))
-        copied = quantize_kernels(model, config)
+        copied = quantize_kernels(model, rules=config.rules)
         assert copied.op.quantized_kernel is not None
         assert_same(loss(copied, x), loss(model, x))
     rowwise = fp8_linear_layers(PerHead(weight), dataclasses.replace(config, recipe="rowwise"))
     with pytest.raises(ValueError, match=r"kernel has batch axes \(0,\),.*under vmap over its batch"):
-        quantize_kernels(rowwise, config)(x)
+        quantize_kernels(rowwise, rules=config.rules)(x)
 
 
 # --- What must not outlive a step -------------------------------------------------------------------------------------

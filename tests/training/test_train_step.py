@@ -325,7 +325,7 @@ MISTAKES = {
     "state first": (lambda: STEP(STEP.init(MODEL), MODEL, X), "model and opt_state are swapped"),
     "no batch for calibrate": (lambda: STEP.calibrate(MODEL), r"0 arguments .*Use step.calibrate\(model, \*batch\)"),
     "a model as loss": (lambda: TrainStep(MODEL, MOMENTUM), r"loss_fn is a MLP, a model; use TrainStep\(loss_fn, opt"),
-    "a device as configuration": (lambda: describe(MODEL, "h100"), r"use describe\(model, device='h100'\)"),
+    "a device as configuration": (lambda: describe(MODEL, "h100"), r"describe\(model, config=\.\.\., device="),
     "a configuration as model": (lambda: describe(Fp8Config()), r"model is an Fp8Config"),
     "a class as model": (lambda: describe(eqx.nn.MLP), r"model is the class MLP"),
     "a model as configuration": (lambda: fp8_linear_layers(Fp8Config(), MODEL), r"config is a model of class MLP"),

@@ -7,6 +7,7 @@ from .amax_of_history import (
     MovingAverage as MovingAverage,
     Percentile as Percentile,
     RecoveringMax as RecoveringMax,
+    amaxes_of_rows as amaxes_of_rows,
 )
 from .base import (
     AbstractScaling as AbstractScaling,
@@ -16,7 +17,11 @@ from .base import (
 )
 from .block import BlockScaling as BlockScaling
 from .current import CurrentScaling as CurrentScaling, RowwiseScaling as RowwiseScaling
-from .delayed import DelayedScaling as DelayedScaling
+from .delayed import (
+    DelayedScaling as DelayedScaling,
+    quantize_by_stored_scale as quantize_by_stored_scale,
+    scale_of_amax as scale_of_amax,
+)
 from .hadamard import HadamardScaling as HadamardScaling
 from .high_precision import HighPrecision as HighPrecision
 from .measured import (

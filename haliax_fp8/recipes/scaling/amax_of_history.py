@@ -49,6 +49,10 @@ def amaxes_of_rows(x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*e
     Args:
         x: The operand.
         ensemble: How many leading axes number members.
+
+    Example:
+        >>> amaxes_of_rows(jnp.array([[1.0, -2.0], [3.0, -4.0]], jnp.bfloat16), 0)
+        Array([[2, 4]], dtype=bfloat16)
     """
     rows, axis = 1, ensemble
     while axis < x.ndim - 1 and rows < _ROWS:

@@ -72,6 +72,31 @@ class AbstractScaling(abc.ABC):
 
     A scaling is a value: frozen, hashable, compared by its fields. Its `memory` defines what it remembers between
     steps; the numbers are in the state of the op that uses it.
+
+    Example:
+        Of one's own: the scale comes from the amax of the last step alone.
+
+        >>> from haliax_fp8.recipes import (
+        ...     FP8_UNITS, AbstractMemory, AbstractScaling, amaxes_of_rows, quantize_by_stored_scale, scale_of_amax
+        ... )
+        >>> class LastAmax(AbstractMemory):
+        ...     numbers = 1
+        ...     first_row = (1.0, 0.0)
+        ...     def measure(self, x, quantized, ensemble):
+        ...         return amaxes_of_rows(x, ensemble)
+        ...     def head(self, rows, measured, limits):
+        ...         return jnp.concatenate([scale_of_amax(measured, rows[..., :1], limits), measured], -1)
+        >>> class LastAmaxScaling(AbstractScaling):
+        ...     units = FP8_UNITS
+        ...     per_axis = False
+        ...     memory = LastAmax()
+        ...     def quantize(self, x, use):
+        ...         return quantize_by_stored_scale(x, use)
+        >>> converted = fp8_linear_layers(model, recipe=LastAmaxScaling())
+        >>> overwrites, grads = partition_for_grad_overwrite(filter_grad(loss_fn)(converted, x))
+        >>> op = apply_updates(converted, grads, overwrites).layers[0].dot_general
+        >>> bool(jnp.isclose(op.scale("input"), jnp.abs(x.array).max() / E4M3.max))
+        True
     """
 
     quantizes: ClassVar[bool] = True

@@ -5,12 +5,13 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float
 
+from ..._jax.meshes import largest_over_devices
 from ..._numerics.checks import require_bool
 from ..._numerics.formats import E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray, divide_by, quantize_by
 from ...devices.device import FP8_UNITS, MatrixUnits
 from .base import AbstractScaling, OperandUse
-from .multiplier import amax_over, amax_over_devices, multiplier_of, scale_of
+from .multiplier import amax_over, multiplier_of, scale_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class CurrentScaling(AbstractScaling):
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each member."""
         amax = amax_over(use.counted(x), tuple(range(use.ensemble, x.ndim)))
-        amax = amax_over_devices(amax, () if self.per_device else use.devices)
+        amax = largest_over_devices(amax, () if self.per_device else use.devices)
         if self.power_of_two or use.scale_bits == 24:
             multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two)
             return quantize_by(x, multiplier, use.cast, scale_bits=1 if self.power_of_two else 24)

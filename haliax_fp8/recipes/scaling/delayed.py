@@ -243,6 +243,11 @@ def quantize_by_stored_scale(x: Float[Array, "*shape"], use: OperandUse) -> Quan
 
     Raises:
         ValueError: If `use` has no stored scale.
+
+    Example:
+        >>> use = OperandUse(E4M3, contracted=(0,), stored_scale=jnp.float32(0.5))
+        >>> quantize_by_stored_scale(jnp.array([0.25, 1000.0]), use).data
+        Array([0.5, 448], dtype=float8_e4m3fn)
     """
     if use.stored_scale is None:
         raise ValueError(
@@ -257,10 +262,10 @@ def scale_of_amax(
     scale: Float32[Array, "*ensemble operands 1"],
     limits: tuple[float, ...],
     *,
-    margin: int,
+    margin: int = 0,
     power_of_two: bool = False,
 ) -> Float32[Array, "*ensemble operands 1"]:
-    """`1 / ((limit / amax) / 2**margin)`; the scale before where the amax is not above zero.
+    """`1 / ((limit / amax) / 2**margin)`; the scale before where the amax is not above zero, or not finite.
 
     Args:
         amax: The amax of each operand.
@@ -268,13 +273,20 @@ def scale_of_amax(
         limits: The largest value of each operand's format.
         margin: Headroom, as a power of two.
         power_of_two: Whether to round the scale up to a power of two.
+
+    Example:
+        >>> amax, before = jnp.array([[896.0], [jnp.nan]]), jnp.array([[1.0], [0.5]])
+        >>> scale_of_amax(amax, before, (E4M3.max, E5M2.max))
+        Array([[2. ],
+               [0.5]], dtype=float32)
     """
     limit = lax.broadcast_in_dim(np.asarray(limits, np.float32), scale.shape, (scale.ndim - 2,))
     one = np.float32(1.0)
     inverse = lax.div(limit, amax)
     if margin:
         inverse = lax.div(inverse, np.float32(2.0**margin))
-    inverse = lax.select(lax.gt(amax, np.float32(0.0)), inverse, lax.div(one, positive_or_one(scale)))
+    known = lax.bitwise_and(lax.gt(amax, np.float32(0.0)), lax.is_finite(amax))
+    inverse = lax.select(known, inverse, lax.div(one, positive_or_one(scale)))
     if power_of_two:
         inverse = round_down_to_power_of_two(inverse)
     return lax.max(lax.div(one, inverse), np.float32(_SMALLEST_SCALE))

@@ -448,8 +448,8 @@ class ObservedMemory(AbstractMemory):
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
     ) -> Float[Array, "*ensemble numbers parts"]:
-        """Measures as the other memory does."""
-        return self.memory.measure(x, quantized, ensemble)
+        """Measures as the other memory does when it is calibrated."""
+        return self.memory.measure_for_calibration(x, quantized, ensemble)
 
     def head(
         self,

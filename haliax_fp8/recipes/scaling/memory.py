@@ -21,6 +21,8 @@ class AbstractMemory(abc.ABC):
     A gradient carries a whole row, and `apply_updates` computes it again from what `newest` finds in it. So `newest`
     has to return what was measured, as it was measured; a memory that stores that elsewhere overrides it.
 
+    Calibration measures with `measure_for_calibration` and updates with `calibrated`: by default as training does.
+
     Example:
         >>> memory = DelayedScaling(amax_history_length=3).memory
         >>> rows = jnp.array([memory.first_row])
@@ -51,6 +53,18 @@ class AbstractMemory(abc.ABC):
             quantized: What the scaling's `quantize` made of it.
             ensemble: How many leading axes number members.
         """
+
+    def measure_for_calibration(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float[Array, "*ensemble numbers parts"]:
+        """What a step of calibration measures: as `measure`, unless a memory needs more, or less, in training.
+
+        Args:
+            x: The operand.
+            quantized: The operand in high precision, with scales of 1.
+            ensemble: How many leading axes number members.
+        """
+        return self.measure(x, quantized, ensemble)
 
     @abc.abstractmethod
     def head(

@@ -98,12 +98,3 @@ def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...], *, keepdims: boo
         # What float64 alone can hold is clipped.
         amax = jnp.minimum(amax, float(np.finfo(np.float32).max))
     return jnp.where(finite, lax.convert_element_type(amax, jnp.float32), jnp.float32(jnp.nan))
-
-
-def amax_over_devices(amax: Float32[Array, "*shape"], axes: tuple[str, ...]) -> Float32[Array, "*shape"]:
-    """The largest amax of all devices along mesh axes of a `shard_map`; NaN if one is NaN. With () it is unchanged."""
-    if not axes:
-        return amax
-    # As in `amax_over`; NCCL has no whole numbers of 16 bits.
-    bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.uint32), axes)
-    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from ..._jax.meshes import largest_over_devices
 from ..._jax.xla import force_cast
 from ..._numerics.casts import saturating_cast, spacing_of
 from ..._numerics.checks import require_bool
@@ -16,7 +17,7 @@ from ..._numerics.quantized_array import QuantizedArray, expand
 from ...devices.device import FP4_UNITS, MatrixUnits
 from .base import AbstractScaling, CastCost, OperandUse
 from .block import block_shape, blockwise_amax, blockwise_sum
-from .multiplier import amax_over_devices, multiplier_of, scale_of
+from .multiplier import multiplier_of, scale_of
 
 
 # Twice the smallest scale that no device flushes to zero: rounded to E4M3, it may lose a third.
@@ -96,7 +97,7 @@ class NVFP4Scaling(AbstractScaling):
         finite = jnp.isfinite(amax)
         axes = tuple(range(use.ensemble, x.ndim))
         tensor_amax = jnp.max(jnp.where(finite, amax, 0.0), axis=axes, keepdims=True, initial=0.0)
-        tensor_amax = amax_over_devices(tensor_amax, () if self.per_device else use.devices)
+        tensor_amax = largest_over_devices(tensor_amax, () if self.per_device else use.devices)
         limit = E4M3.max * use.format.max
         if use.scale_bits < 24:
             unit = scale_of(tensor_amax, limit, use.scale_bits)
