@@ -1,7 +1,8 @@
 """Fp8DotGeneral: a recipe with its state, callable wherever `lax.dot_general` is."""
 
 import dataclasses
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast, final
 
 import equinox as eqx
 import haliax as hax
@@ -25,11 +26,36 @@ from ._product.primitive import fp8_dot_general
 from ._product.quantize_kernel import quantize_kernel
 from ._product.quantized_kernel import QuantizedKernel, dtype_of_scales, require_fit
 from ._product.spec import KernelResidual, ProductSpec
-from ._skipped import Skipped
 from ._state.op_state import AbstractOp, OpState, leading_axes, require_state, require_stored_scales
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import OPERAND_NAMES, Recipe
 from .recipes.scaling import DelayedScaling
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Skipped:
+    """The layers that a conversion left in high precision.
+
+    Equal to any other: models that differ in nothing else are the same program to JAX, and fit together in a tree map.
+    So a `jit` of a user's own returns, for every model, the reasons of the one that it was traced with. `TrainStep` and
+    `calibrate` return those of the model that they take.
+
+    Args:
+        reasons: Why each stays in high precision, by its path.
+    """
+
+    reasons: Mapping[str, str]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Skipped)
+
+    def __hash__(self) -> int:
+        return hash(Skipped)
+
+    def __repr__(self) -> str:
+        """Short: it stands in printed tree structures."""
+        return f"Skipped({len(self.reasons)})"
 
 
 # The words of a key of JAX's default generator.

@@ -258,19 +258,21 @@ def uncalibrated_operands(state: Any, *, wait: bool = True) -> tuple[str, ...]:
     return () if table is None else tuple(OPERAND_NAMES[row] for row in rows if np.isinf(table[..., row, 0]).any())
 
 
-def unrecorded_operands(state: Any) -> tuple[str, ...]:
+def unrecorded_operands(state: Any, *, everywhere: bool = False) -> tuple[str, ...]:
     """The operands of an op whose delayed scale is still the first one, 1, in at least one layer of its stack.
 
     Steps that were not finite do not count: they record `-inf`, and leave the scale as it was.
 
     Args:
         state: As in `uncalibrated_operands`.
+        everywhere: Whether it must be so in every layer of the stack.
     """
     if not isinstance(state, OpState) or (table := table_on_host(state)) is None:
         return ()
     rows = [row for row, scaling in enumerate(state.scalings) if isinstance(scaling, DelayedScaling)]
     is_first = (table[..., 0] == 1.0) & (table[..., 1:-1] <= 0.0).all(-1)
-    return tuple(OPERAND_NAMES[row] for row in rows if is_first[..., row].any())
+    of_stack = np.all if everywhere else np.any
+    return tuple(OPERAND_NAMES[row] for row in rows if of_stack(is_first[..., row]))
 
 
 def _first(layers: list[str]) -> str:

@@ -72,8 +72,7 @@ def statistics_in(gradients: Any) -> ModelStatistics:
         gradients: The gradients of a model that `measuring` returned, or the part of them that replaces state.
     """
     ops = dict(named_ops(gradients))
-    uncalled = tuple(None if op.skipped is None else op.skipped.uncalled for op in ops.values())
-    return ModelStatistics(tuple(ops), tuple(map(_statistics, ops.values())), uncalled)
+    return ModelStatistics(tuple(ops), tuple(map(_statistics, ops.values())))
 
 
 def measuring[M](model: M, rules: tuple[LayerRule, ...] = default_rules) -> M:

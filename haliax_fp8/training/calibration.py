@@ -13,7 +13,6 @@ from jax.core import Tracer
 from .._jax.errors import calls_users_function
 from .._state.op_state import AbstractOp, OpState, OverwriteWithGradient, is_state
 from ..layers.checks import require_model, require_whole_state, uncalibrated_operands, unrecorded_operands
-from ..layers.describe import calls_of, with_calls_of
 from ..layers.walk import all_ops
 from .gradients import filter_grad
 from .loss import scalar_loss
@@ -155,7 +154,7 @@ def _overwritten[M](model: M, gradients: Any) -> M:
     new = iter([jax.tree.leaves(state) for state in fp8_states(gradients)])
     # The observed state's arrays, in a state that training updates.
     overwrite = lambda node: jax.tree.unflatten(jax.tree.structure(node), next(new)) if is_state(node) else node
-    return with_calls_of(jax.tree.map(overwrite, model, is_leaf=is_state), calls_of(gradients))
+    return jax.tree.map(overwrite, model, is_leaf=is_state)
 
 
 _BATCHES = (

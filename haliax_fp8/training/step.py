@@ -27,7 +27,7 @@ from ..layers.checks import (
     tables_on_host,
 )
 from ..layers.config import Fp8Config, default_rules
-from ..layers.describe import Calls, calls_of, describe, recipes_of, with_calls_of
+from ..layers.describe import describe, recipes_of
 from ..layers.quantized_kernels import quantize_kernels, require_no_quantized_kernels
 from ..layers.rule import LayerRule
 from ..layers.served import require_weights
@@ -279,14 +279,14 @@ class TrainStep(eqx.Module):
         due = self.monitor if self.monitor is not None and self.monitor.is_due(int(opt_state.steps)) else None
         try:
             step = self._without_monitor if due is None else self
-            new, new_optimizer, calls, metrics, measured = compiled((step, inputs), leaves, structure)
+            new, new_optimizer, metrics, measured = compiled((step, inputs), leaves, structure)
         except RuntimeError as error:
             require_not_deleted(error, model=model, opt_state=opt_state, batch=batch)
             raise
         # What is static in a compiled step is that of the first model: a model's reasons are those that it came with.
         of_model, _ = structure.children()
         count = of_model.num_leaves
-        model = with_calls_of(jax.tree.unflatten(of_model, new[:count]), calls)
+        model = jax.tree.unflatten(of_model, new[:count])
         optimizer_state = jax.tree.unflatten(new_optimizer, new[count:])
         if due is not None:
             metrics = metrics | due.metrics(measured, due.prefix)
@@ -339,12 +339,12 @@ def _checked_ops(structure: Any) -> _Ops:
 
 def fp8_train_step(
     not_donated: tuple[TrainStep, StepInput], leaves: list[Any], structure: Any
-) -> tuple[list[Any], Any, Calls, Metrics, Any]:
+) -> tuple[list[Any], Any, Metrics, Any]:
     """One step. Model and optimizer state are flat: Equinox would flatten and rebuild the trees several times.
 
     Returns:
-        The leaves of the new model and optimizer state, the structure of the latter, what is known of calls, metrics,
-        and the monitor's measurements.
+        The leaves of the new model and optimizer state, the structure of the latter, metrics, and the monitor's
+        measurements.
     """
     step, inputs = not_donated
     model, opt_state = jax.tree.unflatten(structure, leaves)
@@ -363,7 +363,7 @@ def fp8_train_step(
     key = inputs.key if step.parameter_rounding.needs_key else None
     model = apply_exact_updates(model, updates, batch_gradients.overwrites, key)
     leaves, of_optimizer = jax.tree.flatten(opt_state)
-    return [*jax.tree.leaves(model), *leaves], of_optimizer, calls_of(batch_gradients.overwrites), metrics, measured
+    return [*jax.tree.leaves(model), *leaves], of_optimizer, metrics, measured
 
 
 def _output_grad_amax_ratio(model: Any, overwrites: Any) -> Metrics:

@@ -29,7 +29,6 @@ from ..layers.checks import (
     require_whole_state,
     table_on_host,
 )
-from ..layers.describe import calls_of, with_calls_of
 from ..layers.quantized_kernels import require_no_quantized_kernels, without_quantized_kernels
 from ..layers.walk import named_ops
 from .quantized_state import with_moments_of
@@ -191,8 +190,7 @@ def _applied(
         raise
     states = new_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
     fill = lambda node: states[node.index] if isinstance(node, _Pending) else node
-    filled = jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending))
-    return with_calls_of(filled, calls_of(overwrites))
+    return jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending))
 
 
 def _require_range(name: str, state: OpState, overwrite: OpState) -> None:
