@@ -136,7 +136,6 @@ class Fp8DotGeneral(AbstractOp):
         kernel_first: bool | None = None,
         stack: tuple[hax.Axis, ...] = (),
         groups: hax.Axis | None = None,
-        **others: object,
     ) -> "Fp8DotGeneral":
         """An op before its first step.
 
@@ -147,24 +146,14 @@ class Fp8DotGeneral(AbstractOp):
             kernel_first: See the class.
             stack: The axes of the stack that the op's layer is in; its state gets them too.
             groups: The axis of groups that have a state of their own; None if they share one.
-            **others: What Haliax's op takes: an error, as the recipe has these.
         """
-        if others:
-            raise ValueError(
-                f"Fp8DotGeneral.init takes no {', '.join(others)}; what Haliax's op takes is in the recipe: "
-                "Fp8DotGeneral.init(DelayedScaling(amax_history_length=16)), Recipe.of(DelayedScaling(), forward=E4M3)"
-            )
         recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         if groups is not None:
             require_stored_scales(recipe)
             stack = (*stack, groups)
         dtype = None if compute_dtype is None else floating_dtype("compute_dtype", compute_dtype)
-        for name, value, kind, example in (
-            ("kernel_shape", kernel_shape or (), int, "(128,), the sizes of the kernel's free axes"),
-            ("stack", stack, hax.Axis, '(hax.Axis("layers", 12),)'),
-        ):
-            if not isinstance(value, tuple) or not all(isinstance(entry, kind | np.integer) for entry in value):
-                raise ValueError(f"{name}={value!r} must be a tuple such as {example}")
+        # A list would be equal to no shape, and leave it to the order of operands which one is the kernel.
+        kernel_shape, stack = None if kernel_shape is None else tuple(kernel_shape), tuple(stack)
         if any(size < 0 for size in kernel_shape or ()):
             raise ValueError(
                 f"kernel_shape={kernel_shape} has a negative size; it has the sizes of the kernel's free axes"

@@ -221,8 +221,3 @@ devices: Mapping[str, Device] = {
     row.name: Device(row.platform, row.kind, row.compute_capability) for row in catalog.values()
 }
 """The devices of the catalog by name."""
-
-
-def is_device_name(name: str) -> bool:
-    """Whether `Device.by_name` knows a name."""
-    return canonical(name) == "local" or canonical(name) in devices

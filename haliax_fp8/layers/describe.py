@@ -18,7 +18,7 @@ from .._jax.used import depends_on
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState, OverwriteWithGradient
 from .._tensor_names import is_head
-from ..devices.device import Device, is_device_name
+from ..devices.device import Device
 from ..recipes.catalog import as_recipe
 from ..recipes.recipe import OPERAND_NAMES, Recipe
 from ..recipes.scaling import DelayedScaling
@@ -65,8 +65,8 @@ def describe(
 
     Raises:
         ValueError: If `model` is not a tree of layers, or is an optimizer's state or gradients; if the device's name is
-            unknown, or `config` is not an `Fp8Config`; if `loss_fn` is not a function, or there is a batch without one;
-            or if anything but its own update changed the FP8 state of the model.
+            unknown, or `config` is not an `Fp8Config`; if there is a batch without a loss; or if anything but its own
+            update changed the FP8 state of the model.
 
     Example:
         >>> In, Out = hax.Axis("in", 8), hax.Axis("out", 4)
@@ -75,7 +75,6 @@ def describe(
         'not converted'
     """
     require_layers(model, "describe(model)")
-    _require_no_device(config)
     check_not_modified(model)
     named = None if device is None else Device.of(device, of="describe")
     chosen = Device.default() if named is None else named
@@ -84,7 +83,6 @@ def describe(
     reasons = _reasons_of_conversion(model) if config is None else {}
     calls: Mapping[str, str] = {}
     if loss_fn is not None:
-        _require_loss(loss_fn)
         calls = calls_of_loss(model, loss_fn, batch if isinstance(batch, tuple) else (batch,), config_in_use.rules)
     elif not (isinstance(batch, tuple) and not batch):
         raise ValueError("batch was given without loss_fn; use describe(model, loss_fn=loss_fn, batch=(x, y))")
@@ -112,20 +110,6 @@ def describe(
     others = tuple(_arrays_outside(model, config_in_use.rules))
     head = _head(rows, decisions) if all_ops(model) else ""
     return ModelDescription(tuple(rows), named, predict, others, head)
-
-
-def _require_no_device(config: Any) -> None:
-    if isinstance(config, Device) or (isinstance(config, str) and is_device_name(config)):
-        shown = repr(config) if isinstance(config, str) else "..."
-        raise ValueError(f"config is a device; use describe(model, device={shown})")
-
-
-def _require_loss(loss_fn: Any) -> None:
-    if isinstance(loss_fn, eqx.Module) or not callable(loss_fn):
-        raise ValueError(
-            f"loss_fn is of type {type(loss_fn).__name__}, but must be a function: describe(model, loss_fn=loss_fn, "
-            "batch=(x, y)), which calls loss_fn(model, x, y)"
-        )
 
 
 def _reasons_of_conversion(model: Any) -> dict[str, str]:

@@ -25,7 +25,6 @@ from .._state.op_state import OpState, OverwriteWithGradient, is_state
 from .._state.update import complete_states, record_states, records_of_part
 from ..layers.checks import require_calibrated
 from ..memory.in_scans import recomputing_in_scans
-from .step_arguments import require_function, require_model_first
 
 
 @calls_users_function
@@ -193,7 +192,7 @@ def filter_value_and_grad(
         A function with the same arguments that returns `(value, gradients)`.
 
     Raises:
-        ValueError: When called, as in `filter_grad`; or if the function is a model that was given a loss.
+        ValueError: When called, as in `filter_grad`.
     """
     return _value_and_grad(function, complete_states, has_aux=has_aux, recompute_in_scans=recompute_in_scans)
 
@@ -294,7 +293,6 @@ def _value_and_grad(
     has_aux: bool,
     recompute_in_scans: bool,
 ) -> Callable[..., Any]:
-    require_function(function)
     require_bool("has_aux", has_aux, of="filter_grad")
     require_bool("recompute_in_scans", recompute_in_scans, of="filter_grad")
     gradients_of = _ValueAndGrad(function, complete, has_aux, recompute_in_scans)
@@ -302,8 +300,6 @@ def _value_and_grad(
 
     @calls_users_function
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(function, eqx.Module):
-            require_model_first(model, function, "filter_grad(loss_fn)(model, *batch)")
         require_calibrated(model, wait=False)
         return differentiable(gradients_of, plain, model, *args, **kwargs)
 

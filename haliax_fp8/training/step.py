@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,7 +13,8 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
-from .._jax.errors import calls_users_function
+from .._jax.errors import explained_by
+from .._numerics.checks import require_bool
 from .._numerics.rounding import Rounding
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
@@ -21,7 +22,6 @@ from ..layers.checks import (
     are_usable,
     check_not_modified,
     require_calibrated,
-    require_model,
     require_whole_model,
     require_whole_state,
     tables_on_host,
@@ -41,20 +41,10 @@ from .microbatches import (
     KernelQuantization,
     ReduceOnce,
     StepInput,
-    as_kernel_quantization,
     gradients_of_batch,
-    require_reduction,
 )
 from .monitor import CountedState, Monitor, counted
-from .step_arguments import (
-    require_call,
-    require_choices,
-    require_labels_not_called,
-    require_loss_and_optimizer,
-    require_not_deleted,
-    require_order,
-    require_state_of,
-)
+from .step_arguments import require_arguments, require_choices, require_key_reaches_loss
 from .updates import apply_exact_updates, in_float32, require_bfloat16, trainable_part
 
 
@@ -119,12 +109,11 @@ class TrainStep(eqx.Module):
     """
 
     loss_fn: Callable[..., Any]
-    # The default exists only for our message: Python's would not say which of the two arguments is missing.
-    optimizer: optax.GradientTransformation | optax.MultiSteps = cast(Any, None)
+    optimizer: optax.GradientTransformation | optax.MultiSteps
     microbatches: int = eqx.field(default=1, static=True)
     donate: bool = eqx.field(default=False, static=True)
     quantize_kernels: KernelQuantization | str = eqx.field(
-        default=KernelQuantization.IN_EACH_MICROBATCH, static=True, converter=as_kernel_quantization
+        default=KernelQuantization.IN_EACH_MICROBATCH, static=True, converter=KernelQuantization
     )
     reduce_gradients: ReduceOnce | None = eqx.field(default=None, static=True)
     parameter_rounding: Rounding = eqx.field(default=Rounding.TO_NEAREST, static=True)
@@ -134,19 +123,12 @@ class TrainStep(eqx.Module):
     monitor: Monitor | None = eqx.field(default=None, static=True)
 
     def __check_init__(self) -> None:
-        require_loss_and_optimizer(self.loss_fn, self.optimizer)
-        require_choices(
-            microbatches=self.microbatches,
-            donate=self.donate,
-            has_aux=self.has_aux,
-            recompute_in_scans=self.recompute_in_scans,
-            parameter_rounding=self.parameter_rounding,
-            monitor=self.monitor,
-        )
-        require_reduction(self.reduce_gradients)
+        for name in ("donate", "has_aux", "recompute_in_scans"):
+            require_bool(name, getattr(self, name), of="TrainStep")
         # Raises a ValueError unless they are rules.
         Fp8Config(rules=self.rules)
 
+    @explained_by(require_choices)
     def init(self, model: PyTree) -> PyTree:
         """The optimizer's state for the trainable part of the model.
 
@@ -170,11 +152,7 @@ class TrainStep(eqx.Module):
             require_bfloat16(model, "model", f"{self._given_rounding} is for bfloat16 parameters")
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
-        try:
-            opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
-        except Exception as error:
-            require_labels_not_called(error)
-            raise
+        opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
         return opt_state if self.monitor is None else counted(opt_state)
 
     def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
@@ -190,7 +168,7 @@ class TrainStep(eqx.Module):
         """
         return training_options(recipes_of(model), Device.default() if device is None else device)
 
-    @calls_users_function
+    @explained_by(require_choices)
     def calibrate(
         self, model: M, *batch: Any, key: Key[Array, ""] | None = None, loss_key: Key[Array, ""] | None = None
     ) -> M:
@@ -220,7 +198,7 @@ class TrainStep(eqx.Module):
             >>> bool((fp8_model.layers[0].dot_general.scale("output_grad") < 1.0).all())
             True
         """
-        require_call(self.loss_fn, batch, key, loss_key, call="step.calibrate(model, *batch)", before=())
+        require_key_reaches_loss(self.loss_fn, batch, key, loss_key)
         require_no_quantized_kernels(model)
         inputs = StepInput(batch, key, loss_key)
         require_usable(batch, "batch")
@@ -228,7 +206,7 @@ class TrainStep(eqx.Module):
         require_recorded(model)
         return model
 
-    @calls_users_function
+    @explained_by(require_arguments)
     def __call__(
         self,
         model: M,
@@ -254,10 +232,7 @@ class TrainStep(eqx.Module):
             scaling also `output_grad_amax_ratio`: the largest amax of an output gradient, divided by the largest value
             that its scale could hold. Somewhat above 1 is usual; far above, gradients were clipped and are too small.
         """
-        require_order(model, opt_state, batch)
-        call = "step(model, opt_state, *batch)"
-        require_model(model, call)
-        require_call(self.loss_fn, batch, key, loss_key, call=call, before=(opt_state,))
+        require_key_reaches_loss(self.loss_fn, batch, key, loss_key)
         if self.parameter_rounding.needs_key and key is None:
             raise ValueError(
                 f"key is missing: {self._given_rounding} draws random numbers in each step. Pass a new key each time, "
@@ -277,12 +252,8 @@ class TrainStep(eqx.Module):
         if self.monitor is not None:
             opt_state = counted(opt_state, nested=nested)
         due = self.monitor if self.monitor is not None and self.monitor.is_due(int(opt_state.steps)) else None
-        try:
-            step = self._without_monitor if due is None else self
-            new, new_optimizer, metrics, measured = compiled((step, inputs), leaves, structure)
-        except RuntimeError as error:
-            require_not_deleted(error, model=model, opt_state=opt_state, batch=batch)
-            raise
+        step = self._without_monitor if due is None else self
+        new, new_optimizer, metrics, measured = compiled((step, inputs), leaves, structure)
         # What is static in a compiled step is that of the first model: a model's reasons are those that it came with.
         of_model, _ = structure.children()
         count = of_model.num_leaves
@@ -350,11 +321,7 @@ def fp8_train_step(
     model, opt_state = jax.tree.unflatten(structure, leaves)
     batch_gradients, measured = _gradients(step, inputs, model)
     params = step._for_optimizer(trainable_part(model))
-    try:
-        updates, opt_state = step.optimizer.update(step._for_optimizer(batch_gradients.gradients), opt_state, params)
-    except Exception as error:
-        require_state_of(step.optimizer.init, params, opt_state, model, error)
-        raise
+    updates, opt_state = step.optimizer.update(step._for_optimizer(batch_gradients.gradients), opt_state, params)
     # Squares of float16 gradients are 0 below 2e-4 and infinite above 256; sums of bfloat16 ones stop growing.
     metrics = {"loss": batch_gradients.loss, "grad_norm": optax.tree.norm(in_float32(batch_gradients.gradients))}
     metrics |= _output_grad_amax_ratio(model, batch_gradients.overwrites)

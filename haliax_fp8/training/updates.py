@@ -16,7 +16,7 @@ from haliax.quantization import CustomGradientAccumulation
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree, UInt32
 
-from .._numerics.keys import require_single_key
+from .._jax.errors import explained_by
 from .._numerics.rounding import stochastic_bfloat16
 from .._state.op_state import OpState, OverwriteWithGradient
 from .._state.update import overwrite_states, replace_states
@@ -70,6 +70,7 @@ def split_state[T](tree: T) -> tuple[T, T]:
     return haxq.partition_for_grad_overwrite(without_quantized_kernels(tree))
 
 
+@explained_by(lambda error, module, updates, overwrites, **_: _require_same_structure(module, updates, overwrites))
 def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree, *, key: Key[Array, ""] | None = None) -> T:
     """The model after a step: parameters plus their updates, and the new state that the gradients carried.
 
@@ -100,8 +101,8 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree, *, key: Key
     require_calibrated(module)
     require_whole_state(module)
     require_no_quantized_kernels(module, "module")
+    _require_split(module, updates, overwrites)
     if key is not None:
-        require_single_key(key)
         require_bfloat16(module, "module", "key is for bfloat16 parameters")
     return _applied(module, updates, overwrites, overwrite_states, key)
 
@@ -154,57 +155,62 @@ def _applied(
     add = lambda update, parameter: _add(update, parameter, None if update is None else next(seeds))
 
     def apply(leaf: Any, update: Any, overwrite: Any) -> Any:
-        if isinstance(leaf, OverwriteWithGradient):
-            if overwrite is None:
-                if update is not None:
-                    raise ValueError(
-                        "updates contain FP8 state, which an optimizer must not see: split the gradients first with "
-                        "overwrites, grads = partition_for_grad_overwrite(grads), and start with "
-                        "optimizer.init(trainable(model))"
-                    )
+        if isinstance(leaf, OpState):
+            # Static scales, in the frozen part of a model; or a record, which belongs to one evaluation.
+            if overwrite is None or leaf.table.array is None or leaf.is_record:
                 return leaf
-            _require_same_type("overwrites", leaf, overwrite)
-            if isinstance(leaf, OpState):
-                # Static scales, in the frozen part of a model; or a record, which belongs to one evaluation.
-                if leaf.table.array is None or leaf.is_record:
-                    return leaf
-                _require_range("overwrites", leaf, overwrite)
-                pairs.append((leaf, overwrite))
-                return _Pending(len(pairs) - 1)
-            return leaf.overwritten_by(overwrite)
-        if overwrite is not None and isinstance(leaf, CustomGradientAccumulation):
-            return overwrite
-        if overwrite is not None or isinstance(update, CustomGradientAccumulation):
-            raise ValueError(
-                "overwrites have an array where the model has a parameter: they are swapped with updates, or not "
-                "split from them. Call apply_updates(model, updates, overwrites) with overwrites, grads = "
-                "partition_for_grad_overwrite(grads), and updates from the optimizer"
-            )
+            pairs.append((leaf, overwrite))
+            return _Pending(len(pairs) - 1)
+        if isinstance(leaf, CustomGradientAccumulation):
+            if overwrite is None:
+                return leaf
+            return leaf.overwritten_by(overwrite) if isinstance(leaf, OverwriteWithGradient) else overwrite
         return jax.tree.map(add, update, leaf, is_leaf=lambda node: node is None)
 
-    try:
-        applied = jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
-    except (ValueError, TypeError) as error:
-        for name, tree in (("updates", updates), ("overwrites", overwrites)):
-            _require_structure_of(module, name, tree, error)
-        raise
+    applied = jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
     states = new_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
     fill = lambda node: states[node.index] if isinstance(node, _Pending) else node
     return jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending))
 
 
-def _require_range(name: str, state: OpState, overwrite: OpState) -> None:
+def _require_split(module: Any, updates: Any, overwrites: Any) -> None:
+    """Raises a ValueError if gradients were not split as they should, or changed: state would be lost in silence."""
+
+    def check(leaf: Any, update: Any, overwrite: Any) -> None:
+        if isinstance(leaf, OpState) and isinstance(overwrite, OpState):
+            _require_range(leaf, overwrite)
+        elif isinstance(leaf, OverwriteWithGradient) and overwrite is None and update is not None:
+            raise ValueError(
+                "updates contain FP8 state, which an optimizer must not see: split the gradients first with "
+                "overwrites, grads = partition_for_grad_overwrite(grads), and start with "
+                "optimizer.init(trainable(model))"
+            )
+        elif not isinstance(leaf, CustomGradientAccumulation) and (
+            overwrite is not None or isinstance(update, CustomGradientAccumulation)
+        ):
+            raise ValueError(
+                "overwrites have an array where the model has a parameter: they are swapped with updates, or not "
+                "split from them. Call apply_updates(model, updates, overwrites) with overwrites, grads = "
+                "partition_for_grad_overwrite(grads), and updates from the optimizer"
+            )
+
+    jax.tree.map(check, module, updates, overwrites, is_leaf=_is_state_or_missing)
+
+
+def _require_range(state: OpState, overwrite: OpState) -> None:
     """Raises if gradients were cast to float16: that holds no amax below 6e-8 or above 65504."""
+    if state.table.array is None or state.is_record:
+        return
     if overwrite.table.array.dtype == jnp.float16 != state.table.array.dtype:
         raise ValueError(
-            f"{name} are in float16, and the model's FP8 state is in {state.table.array.dtype}: amaxes below 6e-8 "
+            f"overwrites are in float16, and the model's FP8 state is in {state.table.array.dtype}: amaxes below 6e-8 "
             "became zero, and those above 65504 infinite. Split state from gradients before you cast them: overwrites, "
             "grads = partition_for_grad_overwrite(grads)"
         )
     table = table_on_host(overwrite, wait=False)
     if table is not None and (np.isfinite(table[..., 0]) & (table[..., 0] < 0.0)).any():
         raise ValueError(
-            f"{name} hold negative scales: they were negated or multiplied. Pass the first part of "
+            "overwrites hold negative scales: they were negated or multiplied. Pass the first part of "
             "partition_for_grad_overwrite(gradients) as it is"
         )
 
@@ -219,11 +225,6 @@ class _Pending:
 def _add(update: Array | None, parameter: Any, seed: UInt32[Array, ""] | None) -> Any:
     if update is None:  # nothing to differentiate: a function, integers
         return parameter
-    if not eqx.is_array_like(update):
-        raise ValueError(
-            f"updates hold a {type(update).__name__} where the model has a {type(parameter).__name__}; pass what "
-            "optimizer.update returned"
-        )
     if parameter.shape != update.shape:
         raise ValueError(f"updates have an array of shape {update.shape} for a parameter of shape {parameter.shape}")
     if seed is not None and parameter.dtype == jnp.bfloat16:
@@ -255,15 +256,12 @@ def _is_state_or_missing(node: Any) -> bool:
     return node is None or isinstance(node, CustomGradientAccumulation | hax.NamedArray)
 
 
-def _require_same_type(name: str, expected: Any, got: Any) -> None:
-    if type(expected) is not type(got):
-        raise ValueError(
-            f"{name} have a {type(got).__name__} where the model has a {type(expected).__name__}; "
-            "pass the first part of partition_for_grad_overwrite(gradients)"
-        )
+def _require_same_structure(module: Any, updates: Any, overwrites: Any) -> None:
+    for name, tree in (("updates", updates), ("overwrites", overwrites)):
+        _require_structure_of(module, name, tree)
 
 
-def _require_structure_of(module: Any, name: str, tree: Any, cause: Exception) -> None:
+def _require_structure_of(module: Any, name: str, tree: Any) -> None:
     """Raises a ValueError that names the first path at which a tree and the model differ."""
 
     def paths(t: Any) -> dict[str, Any]:
@@ -277,7 +275,7 @@ def _require_structure_of(module: Any, name: str, tree: Any, cause: Exception) -
             f"{name} do not have the structure of the model: they differ at {differing[0]!r}. Take them from the "
             "gradients of this model, and initialise the optimizer with the second part of "
             "partition_for_grad_overwrite(model)"
-        ) from cause
+        )
     for (path, ours), (_, theirs) in zip(named_ops(module), named_ops(tree), strict=False):
         for a, b in zip(ours.recipe.operands, theirs.recipe.operands, strict=True):
             if a != b:
@@ -285,9 +283,10 @@ def _require_structure_of(module: Any, name: str, tree: Any, cause: Exception) -
                     f"{name} are of a model with another recipe: at {path!r} they have {b.format.name} "
                     f"{b.scaling!r}, and the model has {a.format.name} {a.scaling!r}. Take them from the gradients of "
                     "this model"
-                ) from cause
+                )
 
 
+@explained_by(lambda error, accumulated, gradients: _require_structure_of(accumulated, "gradients", gradients))
 def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
     """Adds the gradients of another microbatch: parameters are summed, state takes the maximum.
 
@@ -309,18 +308,13 @@ def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
 
     def add(total: Any, gradient: Any) -> Any:
         if isinstance(total, CustomGradientAccumulation):
-            if type(gradient) is not type(total):
-                raise ValueError(f"gradients have a {type(gradient).__name__} instead of a {type(total).__name__}")
             return total.accumulate(gradient)
         return gradient if total is None else total + gradient
 
-    try:
-        return jax.tree.map(add, accumulated, gradients, is_leaf=_is_state_or_none)
-    except (ValueError, TypeError) as error:
-        _require_structure_of(accumulated, "gradients", gradients, error)
-        raise
+    return jax.tree.map(add, accumulated, gradients, is_leaf=_is_state_or_none)
 
 
+@explained_by(lambda error, new, old, step_size: _require_structure_of(trainable_part(new), "old", trainable_part(old)))
 def incremental_update[M](new: M, old: M, step_size: Any) -> M:
     """`optax.incremental_update` for whole models: an average of weights, with the newest state of FP8 layers.
 
@@ -348,11 +342,7 @@ def incremental_update[M](new: M, old: M, step_size: Any) -> M:
         require_no_quantized_kernels(model, name)
     check_not_modified(new)
     trained, average = cast(Any, trainable_part(new)), cast(Any, trainable_part(old))
-    try:
-        moved: Any = optax.incremental_update(trained, average, step_size)
-    except (ValueError, TypeError) as error:
-        _require_structure_of(trained, "the arrays of old", average, error)
-        raise
+    moved: Any = optax.incremental_update(trained, average, step_size)
     return eqx.combine(moved, new)
 
 
