@@ -1,7 +1,7 @@
 """Fp8DotGeneral: a recipe with its state, callable wherever `lax.dot_general` is."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast, final
 
 import equinox as eqx
@@ -132,9 +132,9 @@ class Fp8DotGeneral(AbstractOp):
         recipe: RecipeLike | None = None,
         *,
         compute_dtype: DTypeLike | None = None,
-        kernel_shape: tuple[int, ...] | None = None,
+        kernel_shape: Sequence[int] | None = None,
         kernel_first: bool | None = None,
-        stack: tuple[hax.Axis, ...] = (),
+        stack: Sequence[hax.Axis] = (),
         groups: hax.Axis | None = None,
     ) -> "Fp8DotGeneral":
         """An op before its first step.
@@ -150,17 +150,15 @@ class Fp8DotGeneral(AbstractOp):
         recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         if groups is not None:
             require_stored_scales(recipe)
-            stack = (*stack, groups)
+        axes = (*stack, *([] if groups is None else [groups]))
         dtype = None if compute_dtype is None else floating_dtype("compute_dtype", compute_dtype)
         # A list would be equal to no shape, and leave it to the order of operands which one is the kernel.
-        kernel_shape, stack = None if kernel_shape is None else tuple(kernel_shape), tuple(stack)
-        if any(size < 0 for size in kernel_shape or ()):
-            raise ValueError(
-                f"kernel_shape={kernel_shape} has a negative size; it has the sizes of the kernel's free axes"
-            )
-        state, key = OpState.init(recipe, stack), hax.zeros((*stack, _KEY), jnp.uint32) if recipe.needs_key else None
+        shape = None if kernel_shape is None else tuple(kernel_shape)
+        if any(size < 0 for size in shape or ()):
+            raise ValueError(f"kernel_shape={shape} has a negative size; it has the sizes of the kernel's free axes")
+        state, key = OpState.init(recipe, axes), hax.zeros((*axes, _KEY), jnp.uint32) if recipe.needs_key else None
         per_group = groups is not None
-        return Fp8DotGeneral(state, key, recipe, dtype, kernel_shape, kernel_first, stack, state_per_group=per_group)
+        return Fp8DotGeneral(state, key, recipe, dtype, shape, kernel_first, axes, state_per_group=per_group)
 
     @jax.named_scope(FP8_DOT_GENERAL)
     def __call__(
