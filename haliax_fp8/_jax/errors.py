@@ -6,6 +6,7 @@ error: it never decides what a program does.
 
 import functools
 import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,7 @@ def explained_by[**P, T](check: Callable[..., None]) -> Callable[[Callable[P, T]
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                reason = _raised_by(check, error, *args, **kwargs)
+                reason = None if _is_explained(error) else _raised_by(check, error, *args, **kwargs)
                 if reason is None:
                     raise
                 raise reason from error
@@ -57,6 +58,13 @@ def explained_by[**P, T](check: Callable[..., None]) -> Callable[[Callable[P, T]
         return calls_users_function(explained)
 
     return decorate
+
+
+def _is_explained(error: Exception) -> bool:
+    """Whether it is an error in words of this package."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    package, _, _ = __name__.partition(".")
+    return isinstance(error, ValueError) and frame.f_globals.get("__name__", "").startswith(f"{package}.")
 
 
 def _raised_by(check: Callable[..., None], *args: Any, **kwargs: Any) -> ValueError | None:

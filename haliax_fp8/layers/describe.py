@@ -89,8 +89,8 @@ def describe(
     decisions, rows = decide(model, config_in_use), []
     for path, (node, stack) in find_layers_and_ops(model, config_in_use.rules).items():
         if is_op(node):
-            known = _of_op(node, calls.get(path)) | {"support": supported(node.recipe, chosen)}
-            rows.append(LayerDescription(path, type(node).__name__, _sizes(stack), **known))
+            known, support = _of_op(node, calls.get(path)), supported(node.recipe, chosen)
+            rows.append(LayerDescription(path, type(node).__name__, _sizes(stack), support=support, **known))
             continue
         decision = decisions[path]
         rule, kernel, op = decision.rule, decision.rule.kernel(node), decision.rule.op(node)

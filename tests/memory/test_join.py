@@ -219,7 +219,7 @@ class Doubled(eqx.nn.Linear):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: [], "but layers is an empty sequence"),
+        (lambda: [], "are none; pass a sequence of them"),
         (lambda: _haliax(), "takes a sequence of layers.*but layers is a Linear"),
         (lambda: [_haliax(), hnn.RmsNorm.init(Embed)], r"layers\[1\] of join_linear is a RmsNorm"),
         (

@@ -65,10 +65,6 @@ def applied(updates=None, overwrites=OVERWRITES):
     return fp8.apply_updates(CONVERTED, fp8.trainable(CONVERTED) if updates is None else updates, overwrites)
 
 
-def with_a_function(updates):
-    return eqx.tree_at(lambda model: model.activation, updates, jax.nn.relu, is_leaf=lambda node: node is None)
-
-
 def labels_that_optax_calls():
     optimizer = optax.multi_transform({"all": optax.sgd(0.1)}, jax.tree.map(lambda _: "all", fp8.trainable(CONVERTED)))
     optimizer.init(fp8.trainable(CONVERTED))

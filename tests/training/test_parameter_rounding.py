@@ -132,7 +132,7 @@ FLOAT32 = eqx.nn.MLP(8, 8, 8, 1, key=KEY)
     ("call", "message"),
     [
         (
-            lambda: stochastic(optax.sgd(0.1))(PLAIN, (), X),
+            lambda: stochastic(optax.sgd(0.1))(PLAIN, optax.sgd(0.1).init(trainable(PLAIN)), X),
             "key is missing: parameter_rounding=.*key=jax.random.fold_in",
         ),
         (lambda: stochastic(optax.sgd(0.1)).init(FLOAT32), "parameter_rounding=.*float32.*cast_params"),
