@@ -224,12 +224,20 @@ def require_calibrated(model: Any, *, wait: bool = True) -> None:
         )
 
 
-def are_usable(tables: Sequence[np.ndarray]) -> bool:
-    """Whether all these tables are unmodified, and each of their scales is calibrated.
+def require_usable_tables(model: Any, tables: Sequence[Any]) -> None:
+    """`check_not_modified` and `require_calibrated`, without a walk over a model whose tables are in order.
 
     Args:
-        tables: From `tables_on_host`.
+        model: The model; state that is still being computed is not waited for.
+        tables: The tables of its states.
     """
+    if not _are_usable(tables_on_host(tables, wait=False)):
+        require_calibrated(model, wait=False)
+        check_not_modified(model, wait=False)
+
+
+def _are_usable(tables: Sequence[np.ndarray]) -> bool:
+    """Whether all these tables are unmodified, and each of their scales is calibrated."""
     if not tables:
         return True
     columns = ([table[..., column].ravel() for table in tables] for column in (0, -1))

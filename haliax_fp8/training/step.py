@@ -18,14 +18,7 @@ from .._numerics.checks import require_bool
 from .._numerics.rounding import Rounding
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
-from ..layers.checks import (
-    are_usable,
-    check_not_modified,
-    require_calibrated,
-    require_whole_model,
-    require_whole_state,
-    tables_on_host,
-)
+from ..layers.checks import require_usable_tables, require_whole_model, require_whole_state
 from ..layers.config import Fp8Config, default_rules
 from ..layers.describe import describe, recipes_of
 from ..layers.quantized_kernels import quantize_kernels, require_no_quantized_kernels
@@ -44,8 +37,8 @@ from .microbatches import (
     gradients_of_batch,
 )
 from .monitor import CountedState, Monitor, counted
-from .step_arguments import require_arguments, require_choices, require_key_reaches_loss
-from .updates import apply_exact_updates, in_float32, require_bfloat16, trainable_part
+from .step_arguments import require_arguments, require_choices, require_key_reaches_loss, require_keys
+from .updates import apply_exact_updates, in_float32, require_bfloat16, require_updatable, trainable_part
 
 
 M = TypeVar("M")
@@ -91,14 +84,13 @@ class TrainStep(eqx.Module):
             numbers are in `metrics` of these steps. The optimizer's state then counts steps.
 
     Raises:
-        ValueError: If `loss_fn` is not a function, `optimizer` is not an optimizer, `microbatches` is not an integer
-            of at least 1, `quantize_kernels` is not a `KernelQuantization` or the name of one, `parameter_rounding` is
-            not a `Rounding`, or `rules` is not a tuple of rules. When called: if `microbatches` does not divide a
-            batch, if `loss_fn` cannot be called with it or returns anything but one number, if `opt_state` belongs to
-            another model, if model or `opt_state` were given to an earlier step with `donate=True`, if `key` is not a
-            single key, is missing for `parameter_rounding` or is meant for `loss_fn`, if the model lacks its state, has
-            quantized kernels or uncalibrated static scales, or inside `jit` with a monitor; with
-            `quantize_kernels="once"` and `"gathered_once"` also where the function `quantize_kernels` raises.
+        ValueError: If `quantize_kernels` is not a `KernelQuantization` or the name of one, `rules` is not a tuple of
+            rules, or another choice that would count as true is not a bool. When called: if another argument is not
+            what it must be, `microbatches` does not divide a batch, `opt_state` belongs to another model, or model or
+            `opt_state` were given to an earlier step with `donate=True`; if `key` is missing for `parameter_rounding`
+            or is meant for `loss_fn`; if the model lacks its state, has quantized kernels or uncalibrated static
+            scales; inside `jit` with a monitor; with `quantize_kernels="once"` and `"gathered_once"` also where the
+            function `quantize_kernels` raises.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
@@ -145,11 +137,10 @@ class TrainStep(eqx.Module):
         require_weights(model, "model", "Train the model that it was made from")
         if _logger.isEnabledFor(logging.INFO) and not is_op(model):
             _logger.info(describe(model).summary)
-        check_not_modified(model)
-        require_whole_state(model)
-        require_no_quantized_kernels(model)
+        require_updatable(model)
         if self.parameter_rounding.needs_key:
-            require_bfloat16(model, "model", f"{self._given_rounding} is for bfloat16 parameters")
+            reason = f"parameter_rounding={self.parameter_rounding} is for bfloat16 parameters"
+            require_bfloat16(model, "model", reason)
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
         opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
@@ -232,19 +223,11 @@ class TrainStep(eqx.Module):
             scaling also `output_grad_amax_ratio`: the largest amax of an output gradient, divided by the largest value
             that its scale could hold. Somewhat above 1 is usual; far above, gradients were clipped and are too small.
         """
-        require_key_reaches_loss(self.loss_fn, batch, key, loss_key)
-        if self.parameter_rounding.needs_key and key is None:
-            raise ValueError(
-                f"key is missing: {self._given_rounding} draws random numbers in each step. Pass a new key each time, "
-                "as in step(model, opt_state, *batch, key=jax.random.fold_in(key, index))"
-            )
+        require_keys(self, batch, key, loss_key)
         optimizer_state = opt_state.optimizer if isinstance(opt_state, CountedState) else opt_state
         leaves, structure = jax.tree.flatten((model, optimizer_state))
         ops = _checked_ops(structure)
-        # State that is still being computed is not waited for.
-        if not are_usable(tables_on_host([leaves[position] for position in ops.tables], wait=False)):
-            require_calibrated(model, wait=False)
-            check_not_modified(model, wait=False)
+        require_usable_tables(model, [leaves[position] for position in ops.tables])
         inputs = StepInput(batch, key, loss_key)
         nested = any(isinstance(x, Tracer) for x in (*leaves, *jax.tree.leaves(inputs)))
         options = {} if nested else training_options(ops.recipes, Device.default())
@@ -267,11 +250,6 @@ class TrainStep(eqx.Module):
     def _for_optimizer[T](self, tree: T) -> T:
         """Parameters or gradients in the dtype in which the optimizer sees them."""
         return in_float32(tree) if self.parameter_rounding.needs_key else tree
-
-    @property
-    def _given_rounding(self) -> str:
-        """The choice of rounding as its user wrote it."""
-        return f"parameter_rounding={self.parameter_rounding}"
 
     @property
     def _without_monitor(self) -> "TrainStep":

@@ -1,4 +1,4 @@
-"""Checks of a training step's arguments: one before it, of what would go unnoticed; the others after an exception."""
+"""Checks of a training step's arguments: before it, of what would go unnoticed; the others after an exception."""
 
 import inspect
 import traceback
@@ -42,6 +42,23 @@ def require_key_reaches_loss(loss_fn: Callable[..., Any], batch: tuple[Any, ...]
         raise ValueError(
             "key= is for recipes that round at random; it does not reach loss_fn, which has a parameter 'key'. Pass "
             "the loss's own key as loss_key=, or None as part of the batch"
+        )
+
+
+def require_keys(step: Any, batch: tuple[Any, ...], key: Any, loss_key: Any) -> None:
+    """Raises a ValueError if something random in a step would go without its key, in silence.
+
+    Args:
+        step: The step.
+        batch: What its loss is given after the model.
+        key: The key for stochastic rounding, if any.
+        loss_key: The key for the loss, if any.
+    """
+    require_key_reaches_loss(step.loss_fn, batch, key, loss_key)
+    if step.parameter_rounding.needs_key and key is None:
+        raise ValueError(
+            f"key is missing: parameter_rounding={step.parameter_rounding} draws random numbers in each step. Pass a "
+            "new key each time, as in step(model, opt_state, *batch, key=jax.random.fold_in(key, index))"
         )
 
 

@@ -93,18 +93,28 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree, *, key: Key
     Raises:
         ValueError: If `updates` or `overwrites` do not have the model's structure, or are swapped; if the model has
             quantized kernels, or is a part without its state; if gradients were cast to float16 before state was split
-            from them; outside `jit`, if anything but its own update changed the model's state; with `key`, if it is not
-            a single key, or if the model has no parameters in bfloat16, or some in float16.
+            from them; outside `jit`, if anything but its own update changed the model's state; with `key`, if the model
+            has no parameters in bfloat16, or some in float16.
     """
     require_model(module, "apply_updates(module, updates, overwrites)", "module")
-    check_not_modified(module)
+    require_updatable(module, "module")
     require_calibrated(module)
-    require_whole_state(module)
-    require_no_quantized_kernels(module, "module")
     _require_split(module, updates, overwrites)
     if key is not None:
         require_bfloat16(module, "module", "key is for bfloat16 parameters")
     return _applied(module, updates, overwrites, overwrite_states, key)
+
+
+def require_updatable(model: Any, name: str = "model") -> None:
+    """Raises a ValueError if a step would go on from changed state, or from a part or a copy of the model.
+
+    Args:
+        model: The model.
+        name: Its name as an argument.
+    """
+    check_not_modified(model)
+    require_whole_state(model)
+    require_no_quantized_kernels(model, name)
 
 
 def require_bfloat16(model: Any, name: str, reason: str) -> None:
