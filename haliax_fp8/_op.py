@@ -1,7 +1,8 @@
 """Fp8DotGeneral: a recipe with its state, callable wherever `lax.dot_general` is."""
 
 import dataclasses
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast, final
 
 import equinox as eqx
 import haliax as hax
@@ -25,11 +26,36 @@ from ._product.primitive import fp8_dot_general
 from ._product.quantize_kernel import quantize_kernel
 from ._product.quantized_kernel import QuantizedKernel, dtype_of_scales, require_fit
 from ._product.spec import KernelResidual, ProductSpec
-from ._skipped import Skipped
 from ._state.op_state import AbstractOp, OpState, leading_axes, require_state, require_stored_scales
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import OPERAND_NAMES, Recipe
 from .recipes.scaling import DelayedScaling
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Skipped:
+    """The layers that a conversion left in high precision.
+
+    Equal to any other: models that differ in nothing else are the same program to JAX, and fit together in a tree map.
+    So a `jit` of a user's own returns, for every model, the reasons of the one that it was traced with. `TrainStep` and
+    `calibrate` return those of the model that they take.
+
+    Args:
+        reasons: Why each stays in high precision, by its path.
+    """
+
+    reasons: Mapping[str, str]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Skipped)
+
+    def __hash__(self) -> int:
+        return hash(Skipped)
+
+    def __repr__(self) -> str:
+        """Short: it stands in printed tree structures."""
+        return f"Skipped({len(self.reasons)})"
 
 
 # The words of a key of JAX's default generator.
@@ -106,11 +132,10 @@ class Fp8DotGeneral(AbstractOp):
         recipe: RecipeLike | None = None,
         *,
         compute_dtype: DTypeLike | None = None,
-        kernel_shape: tuple[int, ...] | None = None,
+        kernel_shape: Sequence[int] | None = None,
         kernel_first: bool | None = None,
-        stack: tuple[hax.Axis, ...] = (),
+        stack: Sequence[hax.Axis] = (),
         groups: hax.Axis | None = None,
-        **others: object,
     ) -> "Fp8DotGeneral":
         """An op before its first step.
 
@@ -121,31 +146,19 @@ class Fp8DotGeneral(AbstractOp):
             kernel_first: See the class.
             stack: The axes of the stack that the op's layer is in; its state gets them too.
             groups: The axis of groups that have a state of their own; None if they share one.
-            **others: What Haliax's op takes: an error, as the recipe has these.
         """
-        if others:
-            raise ValueError(
-                f"Fp8DotGeneral.init takes no {', '.join(others)}; what Haliax's op takes is in the recipe: "
-                "Fp8DotGeneral.init(DelayedScaling(amax_history_length=16)), Recipe.of(DelayedScaling(), forward=E4M3)"
-            )
         recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         if groups is not None:
             require_stored_scales(recipe)
-            stack = (*stack, groups)
+        axes = (*stack, *([] if groups is None else [groups]))
         dtype = None if compute_dtype is None else floating_dtype("compute_dtype", compute_dtype)
-        for name, value, kind, example in (
-            ("kernel_shape", kernel_shape or (), int, "(128,), the sizes of the kernel's free axes"),
-            ("stack", stack, hax.Axis, '(hax.Axis("layers", 12),)'),
-        ):
-            if not isinstance(value, tuple) or not all(isinstance(entry, kind | np.integer) for entry in value):
-                raise ValueError(f"{name}={value!r} must be a tuple such as {example}")
-        if any(size < 0 for size in kernel_shape or ()):
-            raise ValueError(
-                f"kernel_shape={kernel_shape} has a negative size; it has the sizes of the kernel's free axes"
-            )
-        state, key = OpState.init(recipe, stack), hax.zeros((*stack, _KEY), jnp.uint32) if recipe.needs_key else None
+        # A list would be equal to no shape, and leave it to the order of operands which one is the kernel.
+        shape = None if kernel_shape is None else tuple(kernel_shape)
+        if any(size < 0 for size in shape or ()):
+            raise ValueError(f"kernel_shape={shape} has a negative size; it has the sizes of the kernel's free axes")
+        state, key = OpState.init(recipe, axes), hax.zeros((*axes, _KEY), jnp.uint32) if recipe.needs_key else None
         per_group = groups is not None
-        return Fp8DotGeneral(state, key, recipe, dtype, kernel_shape, kernel_first, stack, state_per_group=per_group)
+        return Fp8DotGeneral(state, key, recipe, dtype, shape, kernel_first, axes, state_per_group=per_group)
 
     @jax.named_scope(FP8_DOT_GENERAL)
     def __call__(

@@ -6,7 +6,9 @@ error: it never decides what a program does.
 
 import functools
 import inspect
+import traceback
 from collections.abc import Callable
+from typing import Any
 
 
 class NotDifferentiable(ValueError):
@@ -26,8 +28,53 @@ def calls_users_function[**P, T](function: Callable[P, T]) -> Callable[P, T]:
         from jax._src.traceback_util import api_boundary
     except ImportError:
         return function
-    _hide(inspect.unwrap(function).__code__.co_filename)
+    for filename in (__file__, inspect.unwrap(function).__code__.co_filename):
+        _hide(filename)
     return api_boundary(function)
+
+
+def explained_by[**P, T](check: Callable[..., None]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator, `calls_users_function` with checks of arguments that run only after an exception.
+
+    So the function computes, and says nothing of what Python and JAX refuse anyway: the checks have the words where
+    theirs would be cryptic. What would go unnoticed needs a check before.
+
+    Args:
+        check: Raises a ValueError with argument, value and remedy, or finds nothing. It gets the exception, and the
+            arguments of the call.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def explained(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                reason = None if _is_explained(error) else _raised_by(check, error, *args, **kwargs)
+                if reason is None:
+                    raise
+                raise reason from error
+
+        return calls_users_function(explained)
+
+    return decorate
+
+
+def _is_explained(error: Exception) -> bool:
+    """Whether it is an error in words of this package."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    package, _, _ = __name__.partition(".")
+    return isinstance(error, ValueError) and frame.f_globals.get("__name__", "").startswith(f"{package}.")
+
+
+def _raised_by(check: Callable[..., None], *args: Any, **kwargs: Any) -> ValueError | None:
+    try:
+        check(*args, **kwargs)
+    except ValueError as reason:
+        return reason
+    except Exception:  # noqa: BLE001 - the arguments may be anything
+        return None
+    return None
 
 
 # JAX keeps a list, to which each call would add.

@@ -1,11 +1,9 @@
 """Checks of arguments, and the near names that their errors suggest."""
 
-import dataclasses
 import difflib
-import functools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -50,12 +48,6 @@ def require_margin(value: int, of: str) -> None:
         value: Headroom as a power of two.
         of: The scaling that has the margin.
     """
-    if isinstance(value, float) and value > 0.0:
-        power = round(math.log2(value))
-        raise ValueError(
-            f"margin={value} of {of} must be an integer: scales are multiplied by 2**margin. For a factor of {value:g}"
-            f"{'' if 2.0**power == value else f', about {2.0**power:g}'}, use margin={power}"
-        )
     require_integer("margin", value, of)
     if not -_BINADES <= value <= _BINADES:
         raise ValueError(
@@ -83,42 +75,3 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """
     by_lower = {one.lower(): one for one in known}
     return [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=0.4)]
-
-
-def require_known(options: Mapping[Any, Any], known: Iterable[str], synonyms: Mapping[str, str], of: str) -> None:
-    """Raises a ValueError for an option that does not exist, with the one that may be meant.
-
-    Args:
-        options: What was given, by name.
-        known: The names that exist.
-        synonyms: What other libraries and people call them, where the letters do not say it.
-        of: What the options are of.
-    """
-    names = list(known)
-    for name, value in options.items():
-        if name not in names:
-            near = [synonyms[name]] if name in synonyms else nearest(str(name), names, 1)
-            hint = f"did you mean {near[0]}? All are" if near else "all of them are"
-            raise ValueError(f"{name}={value!r} is not an option of {of}; {hint} {', '.join(names)}")
-
-
-def explains_options[C: type](synonyms: Mapping[str, str]) -> Callable[[C], C]:
-    """A decorator for dataclasses: a keyword that is not a field raises the ValueError of `require_known`.
-
-    Args:
-        synonyms: As in `require_known`.
-    """
-
-    def decorate(cls: C) -> C:
-        init: Any = cls.__init__
-        fields = [field.name for field in dataclasses.fields(cls)]
-
-        @functools.wraps(init)
-        def explained(self: Any, *args: Any, **options: Any) -> None:
-            require_known(options, fields, synonyms, cls.__name__)
-            init(self, *args, **options)
-
-        cls.__init__ = explained
-        return cls
-
-    return decorate

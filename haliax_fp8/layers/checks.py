@@ -224,12 +224,20 @@ def require_calibrated(model: Any, *, wait: bool = True) -> None:
         )
 
 
-def are_usable(tables: Sequence[np.ndarray]) -> bool:
-    """Whether all these tables are unmodified, and each of their scales is calibrated.
+def require_usable_tables(model: Any, tables: Sequence[Any]) -> None:
+    """`check_not_modified` and `require_calibrated`, without a walk over a model whose tables are in order.
 
     Args:
-        tables: From `tables_on_host`.
+        model: The model; state that is still being computed is not waited for.
+        tables: The tables of its states.
     """
+    if not _are_usable(tables_on_host(tables, wait=False)):
+        require_calibrated(model, wait=False)
+        check_not_modified(model, wait=False)
+
+
+def _are_usable(tables: Sequence[np.ndarray]) -> bool:
+    """Whether all these tables are unmodified, and each of their scales is calibrated."""
     if not tables:
         return True
     columns = ([table[..., column].ravel() for table in tables] for column in (0, -1))
@@ -258,19 +266,21 @@ def uncalibrated_operands(state: Any, *, wait: bool = True) -> tuple[str, ...]:
     return () if table is None else tuple(OPERAND_NAMES[row] for row in rows if np.isinf(table[..., row, 0]).any())
 
 
-def unrecorded_operands(state: Any) -> tuple[str, ...]:
+def unrecorded_operands(state: Any, *, everywhere: bool = False) -> tuple[str, ...]:
     """The operands of an op whose delayed scale is still the first one, 1, in at least one layer of its stack.
 
     Steps that were not finite do not count: they record `-inf`, and leave the scale as it was.
 
     Args:
         state: As in `uncalibrated_operands`.
+        everywhere: Whether it must be so in every layer of the stack.
     """
     if not isinstance(state, OpState) or (table := table_on_host(state)) is None:
         return ()
     rows = [row for row, scaling in enumerate(state.scalings) if isinstance(scaling, DelayedScaling)]
     is_first = (table[..., 0] == 1.0) & (table[..., 1:-1] <= 0.0).all(-1)
-    return tuple(OPERAND_NAMES[row] for row in rows if is_first[..., row].any())
+    of_stack = np.all if everywhere else np.any
+    return tuple(OPERAND_NAMES[row] for row in rows if of_stack(is_first[..., row]))
 
 
 def _first(layers: list[str]) -> str:

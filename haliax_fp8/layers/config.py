@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -10,12 +9,12 @@ import equinox as eqx
 import haliax.nn as hnn
 from jaxtyping import DTypeLike
 
-from .._numerics.checks import explains_options, require_bool, require_known
+from .._numerics.checks import require_bool
 from .._product.arguments import floating_dtype
 from .._product.spec import KernelResidual
-from ..recipes.catalog import RecipeLike, aliases, as_recipe, named
+from ..recipes.catalog import RecipeLike, as_recipe
 from ..recipes.recipe import Recipe
-from ..recipes.scaling import AbstractScaling, DelayedScaling
+from ..recipes.scaling import DelayedScaling
 from .equinox import EquinoxLinear
 from .haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
 from .only_where_faster import FasterOn
@@ -39,16 +38,6 @@ default_rules: tuple[LayerRule, ...] = (
 """The default rules of `Fp8Config`; the first one that fits a layer decides."""
 
 
-# What other libraries and people call these options, where the letters do not say it.
-_SYNONYMS = {
-    **dict.fromkeys(("skip", "skip_layers", "ignore", "ignored_layers", "modules_to_not_convert", "filter"), "exclude"),
-    **dict.fromkeys(("only", "only_if", "include", "layers", "modules", "module_filter_fn"), "targets"),
-    **dict.fromkeys(("format", "fp8_format", "scaling", "preset"), "recipe"),
-    **dict.fromkeys(("history", "history_length", "amax_history_len"), "amax_history_length"),
-    **dict.fromkeys(("dtype", "precision"), "compute_dtype"),
-}
-
-
 class Fp8Options(TypedDict, total=False):
     """The fields of `Fp8Config` as keywords of `fp8_linear_layers`, for editors."""
 
@@ -65,7 +54,6 @@ class Fp8Options(TypedDict, total=False):
     rules: tuple[LayerRule, ...]
 
 
-@explains_options(_SYNONYMS)
 @dataclasses.dataclass(frozen=True)
 class Fp8Config:
     """Which layers are converted, and with which recipe.
@@ -119,8 +107,6 @@ class Fp8Config:
         if self.targets is not None and not self.named_targets and not self.faster_on:
             raise ValueError(f"targets={self.targets!r} selects no layer; None converts every layer")
         as_patterns("exclude", self.exclude)
-        if not isinstance(self.overrides, Mapping):
-            raise ValueError(f"overrides={self.overrides!r} must be a mapping from patterns to recipes (or None)")
         as_patterns("overrides", tuple(self.overrides))
         resolved = [
             recipe for recipe in (self.resolved_recipe, *self.resolved_overrides.values()) if recipe is not None
@@ -197,11 +183,10 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
         call: The beginning of a call that takes these fields as keywords, for errors.
 
     Raises:
-        ValueError: If it is something else, both were given, or `Fp8Config` has no such field.
+        ValueError: If it is something else, or both were given.
     """
-    options = _known(options or {})
     if config is None:
-        return Fp8Config(**options)
+        return Fp8Config(**options or {})
     if isinstance(config, Fp8Config):
         if not options:
             return config
@@ -210,36 +195,8 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
             f"config was given together with {keywords}: pass a config or keywords, not both. "
             f"dataclasses.replace(config, {keywords}) is the config with these changes"
         )
-    if isinstance(config, type) and issubclass(config, Fp8Config):
-        raise ValueError("config is the class Fp8Config, but must be an instance; did you mean Fp8Config()?")
-    is_pattern = lambda value: isinstance(value, str | re.Pattern) or (callable(value) and not isinstance(value, type))
-    match config:
-        case list() | tuple() | set() if config and all(map(is_pattern, config)):
-            meant = f"targets={config!r}"
-        case re.Pattern():
-            meant = f"targets={config!r}"
-        case Mapping():
-            meant = ", ".join(f"{name}={value!r}" for name, value in _known(config).items())
-        case str():
-            meant = f"{'recipe' if config in (*named, *aliases) else 'targets'}={config!r}"
-        case AbstractScaling():
-            meant = f"recipe={config!r}"
-        case type() if issubclass(config, AbstractScaling):
-            meant = f"recipe={config.__name__}()"
-        case type():
-            meant = f"targets={config.__name__}"
-        case _:
-            meant = "recipe=..."
-    if isinstance(config, eqx.Module):
-        raise ValueError(f"config is a model of class {type(config).__name__}, not an Fp8Config; the model comes first")
-    shown = str(config) if isinstance(config, Recipe) else repr(config)
-    raise ValueError(f"config={shown} is not an Fp8Config; did you mean {call}{meant})?")
-
-
-def _known(options: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """The options, if all are fields of `Fp8Config`; raises with the nearest if not."""
-    require_known(options, [field.name for field in dataclasses.fields(Fp8Config)], _SYNONYMS, "Fp8Config")
-    return options
+    shown = type(config).__name__ if isinstance(config, eqx.Module) else str(config)
+    raise ValueError(f"config={shown} is not an Fp8Config; use {call}recipe=..., targets=...)")
 
 
 def _keeps_history(recipe: Recipe) -> bool:

@@ -7,8 +7,7 @@ from typing import Any, Unpack
 
 import haliax as hax
 
-from .._op import Fp8DotGeneral
-from .._skipped import Skipped
+from .._op import Fp8DotGeneral, Skipped
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
 from ..recipes.compiler_options import log_cost_of_flags

@@ -17,7 +17,6 @@ from jaxtyping import PyTree
 from .._einsum import Fp8Einsum
 from .._jax.used import depends_on
 from .._op import Fp8DotGeneral
-from .._skipped import Skipped
 from .._state.op_state import OpState, OverwriteWithGradient
 from .._tensor_names import is_head
 from ..devices.device import Device
@@ -28,7 +27,7 @@ from ..recipes.support import supported
 from .checks import check_not_modified, require_layers, uncalibrated_operands, unrecorded_operands
 from .config import Fp8Config, as_config
 from .convert import Decision, decide
-from .description import LayerDescription, ModelDescription
+from .description import NOT_YET, LayerDescription, ModelDescription
 from .only_where_faster import FasterOn
 from .rule import LayerRule, OnlyIfNamed
 from .served import AbstractQuantizedLayer
@@ -49,9 +48,8 @@ def describe(
 
     Args:
         model: A converted model, or any other tree of layers.
-        loss_fn: `loss_fn(model, *batch)`, to find layers that it never calls: a model may multiply by a layer's weight
-            itself. It is traced, not run. Without it, a training step or `calibrate` has found those whose recipe
-            keeps state.
+        loss_fn: `loss_fn(model, *batch)`, to find layers that it never calls, and why: a model may multiply by a
+            layer's weight itself. It is traced, not run. Without it, histories alone tell, once there are some.
         *batch: The arguments of `loss_fn` after the model. Their shapes, `jax.ShapeDtypeStruct`, are enough.
         config: Another configuration than the model was converted with, to see what that would do; needed for layers of
             custom rules.
@@ -82,20 +80,19 @@ def describe(
     config_in_use = as_config(config)
     predict = next(iter(config_in_use.faster_on), None) if predict is None else predict
     reasons = _reasons_of_conversion(model) if config is None else {}
+    calls: Mapping[str, str] = {}
     if loss_fn is not None:
         _require_loss(loss_fn)
-        model = with_calls_of_loss(model, loss_fn, batch, config_in_use.rules)
-    decisions, is_traced, rows = decide(model, config_in_use), loss_fn is not None, []
+        calls = calls_of_loss(model, loss_fn, batch, config_in_use.rules)
+    decisions, rows = decide(model, config_in_use), []
     for path, (node, stack) in find_layers_and_ops(model, config_in_use.rules).items():
         if is_op(node):
-            # Its module's weights are not of a layer that could be excluded.
-            known = _of_op(node, is_traced=is_traced)
-            known |= {"uncalled": known["uncalled"] and UNUSED, "support": supported(node.recipe, chosen)}
-            rows.append(LayerDescription(path, type(node).__name__, _sizes(stack), **known))
+            known, support = _of_op(node, calls.get(path)), supported(node.recipe, chosen)
+            rows.append(LayerDescription(path, type(node).__name__, _sizes(stack), support=support, **known))
             continue
         decision = decisions[path]
         rule, kernel, op = decision.rule, decision.rule.kernel(node), decision.rule.op(node)
-        recipe, known = _of_layer(decision, reasons.get(path), is_traced=is_traced)
+        recipe, known = _of_layer(decision, reasons.get(path), calls.get(path))
         support = None if recipe is None else kernel.support(recipe, chosen)
         recipe, residual = decision.recipe, config_in_use.kernel_residual
         if op is not None:
@@ -104,7 +101,10 @@ def describe(
             recipe = recipe or config_in_use.resolved_recipe
         prediction = predict and recipe and predict.predict(rule, node, stack, recipe, residual)
         rows.append(LayerDescription(path, kernel.text, _sizes(stack), support=support, prediction=prediction, **known))
-    if not any(row.recorded for row in rows):
+    if any(row.recorded for row in rows):
+        is_new = lambda row: row.recorded is False and row.uncalled is None
+        rows = [dataclasses.replace(row, uncalled=NOT_YET) if is_new(row) else row for row in rows]
+    else:
         # Before the first step, no operand is worth a word.
         rows = [dataclasses.replace(row, unrecorded=()) for row in rows]
     others = tuple(_arrays_outside(model, config_in_use.rules))
@@ -139,22 +139,23 @@ def _is_of_another_kind(layer: Any, rule: LayerRule) -> bool:
     return isinstance(layer, hnn.Embedding) or isinstance(rule.refusal(layer), OnlyIfNamed)
 
 
-def _of_op(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
+def _of_op(op: Fp8DotGeneral, uncalled: str | None) -> dict[str, Any]:
     """What is known of an op, by the names of a row's fields."""
     return {
         "recipe": str(op.recipe),
         "products": op.recipe.precisions,
         "uncalibrated": uncalibrated_operands(op.state),
         "scales": op.recipe.scale_rounding,
-        **_recorded(op, is_traced=is_traced),
+        "uncalled": uncalled,
+        **_recorded(op),
     }
 
 
-def _of_layer(decision: Decision, reason: str | None, *, is_traced: bool) -> tuple[Recipe | None, dict[str, Any]]:
+def _of_layer(decision: Decision, reason: str | None, uncalled: str | None) -> tuple[Recipe | None, dict[str, Any]]:
     """The recipe that a layer multiplies with, None in high precision; and what is known of it, as in `_of_op`."""
     layer, rule = decision.layer, decision.rule
     if (op := rule.op(layer)) is not None:
-        return op.recipe, _of_op(op, is_traced=is_traced)
+        return op.recipe, _of_op(op, uncalled)
     if isinstance(layer, AbstractQuantizedLayer):
         kernel, stored = layer.kernel, layer.kernel.storage.name
         if kernel.recipe is None:
@@ -165,20 +166,17 @@ def _of_layer(decision: Decision, reason: str | None, *, is_traced: bool) -> tup
     return None, {"reason": reason or decision.reason or "not converted", "is_linear": is_linear}
 
 
-def _recorded(op: Fp8DotGeneral, *, is_traced: bool) -> dict[str, Any]:
-    """What is known of an op's amaxes, as far as they can be read, and of its calls."""
-    uncalled = None if op.skipped is None else op.skipped.uncalled
+def _recorded(op: Fp8DotGeneral) -> dict[str, Any]:
+    """What is known of an op's amaxes, as far as they can be read."""
     if not isinstance(op.state, OpState):
-        return {"uncalled": uncalled}
+        return {}
     named = zip(OPERAND_NAMES, op.state.scalings, strict=False)
     delayed = {operand for operand, scaling in named if isinstance(scaling, DelayedScaling)}
     # An output gradient of zeros leaves its history empty, even in training.
     expected = delayed - {"output_grad"} or delayed
     unrecorded = tuple(operand for operand in unrecorded_operands(op.state) if operand in expected)
-    recorded = len(unrecorded) < len(expected) if delayed else None
-    if recorded and uncalled and not is_traced:
-        uncalled = None  # another loss than the last one calls it
-    return {"recorded": recorded, "unrecorded": unrecorded, "uncalled": uncalled}
+    recorded = not expected.issubset(unrecorded_operands(op.state, everywhere=True)) if delayed else None
+    return {"recorded": recorded, "unrecorded": unrecorded}
 
 
 def _sizes(stack: tuple[hax.Axis, ...]) -> str:
@@ -222,10 +220,12 @@ MULTIPLIES_ITSELF = "never called: the model multiplies by its weight itself; ex
 UNUSED = "never called: the loss does not use this layer"
 
 
-def with_calls_of_loss[M](
-    model: M, loss_fn: Callable[..., Any], batch: tuple[Any, ...], rules: tuple[LayerRule, ...]
-) -> M:
-    """The model, whose ops know whether a loss calls them. The loss is traced, not run.
+def calls_of_loss(
+    model: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ...], rules: tuple[LayerRule, ...]
+) -> dict[str, str]:
+    """Why a loss does not call layers and ops, by path; empty for those that it calls. It is traced, not run.
+
+    Nothing is said of an op that has neither a rule nor state.
 
     Args:
         model: A converted model.
@@ -242,7 +242,7 @@ def with_calls_of_loss[M](
             return layer
         # Every op gets a state, and a loss that calls the op depends on it.
         made = rule.kernel(layer).init_op(recipe, op.compute_dtype, stack)
-        return rule.with_op(layer, dataclasses.replace(made, allow_dense_groups=True, skipped=op.skipped))
+        return rule.with_op(layer, dataclasses.replace(made, allow_dense_groups=True))
 
     # An op without a rule has the state that it has, or none.
     tagged = map_layers_in_stacks(tag, model, rules)
@@ -255,72 +255,22 @@ def with_calls_of_loss[M](
 
     leaves, structure = jax.tree.flatten(arrays)
     used = depends_on(lambda leaves: value(jax.tree.unflatten(structure, leaves)), leaves)
-    marked = lambda op: dataclasses.replace(op, skipped=op.skipped or Skipped({})) if is_op(op) else op
-    return with_calls(jax.tree.map(marked, model, is_leaf=is_op), jax.tree.unflatten(structure, used)[0])
+    calls = {}
+    for path, (node, _) in find_layers_and_ops(jax.tree.unflatten(structure, used)[0], rules).items():
+        op = node if is_op(node) else rule_of(node, rules).op(node)
+        states = [] if op is None else jax.tree.leaves(op.state)
+        if states:
+            calls[path] = "" if any(states) else _why_not(node)
+    return calls
 
 
-def with_calls[M](model: M, used: Any) -> M:
-    """The model, or its gradients, whose ops know whether a loss called them.
-
-    Args:
-        model: A tree with ops.
-        used: The same tree with True for each array that the value of the loss depends on, False for the others, and
-            None where that is not known.
-    """
-    nodes = jax.tree_util.tree_flatten_with_path(used, is_leaf=is_op)[0]
-    paths = [path for path, node in nodes if node is True]
-
-    def why(path: tuple[Any, ...], op: Any) -> str | None:
-        states = jax.tree.leaves(op.state)
-        if any(states) or not states:
-            return "" if states else None
-        layer = path[:-1]
-        below = [p[len(layer) :] for p in paths if len(p) > len(layer) and p[: len(layer)] == layer]
-        is_read = any(p[0] == GetAttrKey("weight") or (len(p) == 1 and p[0] != GetAttrKey("bias")) for p in below)
-        return MULTIPLIES_ITSELF if is_read else UNUSED
-
-    reasons = iter([why(path, node) for path, node in nodes if is_op(node)])
-
-    def mark(node: Any) -> Any:
-        return _with_call(node, next(reasons)) if is_op(node) else node
-
-    return jax.tree.map(mark, model, is_leaf=is_op)
-
-
-type Calls = tuple[str | None, ...]
-"""For each op of a model why a loss did not call it, as in `Skipped`."""
-
-
-def calls_of(tree: Any) -> Calls:
-    """What the ops of a tree know of their calls.
-
-    Args:
-        tree: A model, or its gradients.
-    """
-    return tuple(op.skipped and op.skipped.uncalled for op in all_ops(tree))
-
-
-def with_calls_of[M](model: M, known: Calls) -> M:
-    """The model, whose ops know this of their calls, where it is known.
-
-    Args:
-        model: A model.
-        known: From `calls_of`, of a tree with the same ops, such as its gradients.
-    """
-    if all(call is None for call in known):
-        return model
-    present = calls_of(model)
-    if len(known) != len(present) or all(new in (None, old) for new, old in zip(known, present, strict=True)):
-        return model
-    reasons = iter(known)
-    return jax.tree.map(lambda node: _with_call(node, next(reasons)) if is_op(node) else node, model, is_leaf=is_op)
-
-
-def _with_call(op: Any, uncalled: str | None) -> Any:
-    # An op without it was not made by a conversion; with it, it would have another tree structure.
-    if op.skipped is None or uncalled is None:
-        return op
-    return dataclasses.replace(op, skipped=Skipped(op.skipped.reasons, uncalled))
+def _why_not(layer: Any) -> str:
+    """Why a loss does not call a layer, from whether it depends on each of its arrays; or an op, which has none."""
+    if is_op(layer):
+        return UNUSED
+    paths = [path for path, is_used in jax.tree_util.tree_leaves_with_path(layer) if is_used]
+    is_weight = lambda path: path[0] == GetAttrKey("weight") or (len(path) == 1 and path[0] != GetAttrKey("bias"))
+    return MULTIPLIES_ITSELF if any(map(is_weight, paths)) else UNUSED
 
 
 # --- arrays that belong to no layer

@@ -18,6 +18,10 @@ from .only_where_faster import FasterOn
 from .predicted_time import Prediction
 
 
+NOT_YET = "no amax yet: not called, or with zeros alone"
+"""What the histories say of a layer whose neighbours have recorded amaxes."""
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class LayerDescription(Printable):
     """One linear layer, or one op of a module of your own. Print it for a table.
@@ -35,8 +39,8 @@ class LayerDescription(Printable):
             as recorded.
         unrecorded: The operands with delayed scales that have recorded none; without the output gradient, which may be
             all zeros.
-        uncalled: Why the loss never calls it, so that no product of it runs in FP8; empty if it does, and None if that
-            is not known.
+        uncalled: Why the loss never calls it, so that no product of it runs in FP8; empty if it does. Without a loss,
+            that no step has recorded an amax, and None if histories do not tell.
         products: What each product runs in, such as `{"fprop": "FP8", "dgrad": "FP8", "wgrad": "high precision"}`; for
             inference fprop alone; empty if `recipe` is None.
         stored: The format of its data, if it holds data and scales in place of a weight; empty otherwise.
@@ -62,7 +66,7 @@ class LayerDescription(Printable):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether a product of the layer runs in FP8 or FP4: it is converted, and not known to be never called."""
+        """Whether a product of the layer runs in FP8 or FP4: it is converted, and not known to be uncalled."""
         return not self.uncalled and bool({"FP8", "FP4"}.intersection(self.products.values()))
 
     @property
@@ -179,7 +183,8 @@ class ModelDescription(Printable):
             counts = f"{'FP8' if 'in FP8' in products else 'FP4'}: {self.fp8_count} {of}{products}"
         described = f"{counts}, {counted}, {_where(self.layers, self.device)}{self._stored}"
         waiting = sum(bool(layer.uncalibrated) for layer in self.layers)
-        return f"{described}, {waiting} to be calibrated first" if waiting else described
+        described += f", {waiting} to be calibrated first" if waiting else ""
+        return described + (f", {len(self._not_yet)} without an amax yet" if self._not_yet else "")
 
     @property
     def _products(self) -> str:
@@ -227,15 +232,18 @@ class ModelDescription(Printable):
     def waiting(self) -> str:
         """What is to be done if layers with delayed scaling still have their first scales; empty if none has."""
         known = [layer for layer in self.layers if layer.recorded is not None and not layer.uncalled]
-        missing = [layer.path for layer in known if not layer.recorded and layer.uncalled is None]
         if known and not any(layer.recorded for layer in known):
             return "No amax recorded yet: calibrate, or write the state back with apply_updates"
-        if not missing:
+        if not self._not_yet:
             return ""
         return (
-            f"No amax recorded yet in {_names(missing)}: describe(model, loss_fn, *batch) shows whether "
-            "the loss calls these layers"
+            f"No amax recorded yet in {_names(self._not_yet)}: describe(model, loss_fn, *batch) shows whether the loss "
+            "calls these layers"
         )
+
+    @property
+    def _not_yet(self) -> list[str]:
+        return [layer.path for layer in self.layers if layer.uncalled == NOT_YET]
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import fnmatch
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
-import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyEntry, SequenceKey
 
 from .._numerics.checks import nearest
@@ -162,8 +160,8 @@ def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
         targets: The argument.
 
     Raises:
-        ValueError: If something is neither a string, a compiled regular expression, a class nor a function of a path
-            and a layer, is a layer, or is an empty string.
+        ValueError: If something is neither a string, a compiled regular expression, a class nor a function, is a layer,
+            or is an empty string.
     """
     is_one = isinstance(targets, str | re.Pattern) or callable(targets)
     patterns: tuple[Any, ...] = tuple(targets) if isinstance(targets, Iterable) and not is_one else (targets,)
@@ -178,24 +176,9 @@ def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
                 f"{name} holds {pattern!r}; give the last part of a path ('up_proj'), a full path, a glob, "
                 "a regular expression, a class of layers, or a function (path, layer) -> bool"
             )
-        if callable(pattern) and not isinstance(pattern, type):
-            _require_path_and_layer(name, pattern)
         if pattern == "":
             raise ValueError(f"{name} holds an empty string, which selects no layer; '*' selects every one")
     return patterns
-
-
-def _require_path_and_layer(name: str, function: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # one of C, which does not say
-    try:
-        signature.bind("", None)
-    except TypeError as error:
-        raise ValueError(
-            f"{name} holds a function that does not take (path, layer): {error}; write {name}=lambda path, layer: ..."
-        ) from error
 
 
 def matches(pattern: Pattern, path: str, layer: Any) -> bool:
@@ -214,13 +197,7 @@ def matches(pattern: Pattern, path: str, layer: Any) -> bool:
     if isinstance(pattern, type):
         return isinstance(layer, pattern)
     if not isinstance(pattern, str):
-        selected = pattern(path, layer)
-        if hasattr(selected, "dtype") and not isinstance(selected, np.bool_):
-            raise ValueError(
-                f"a function among the patterns returned an array for {path!r} but must return True or False; "
-                "wrap its result in bool(...)"
-            )
-        return bool(selected)
+        return bool(pattern(path, layer))
     if pattern in (path, path.rpartition(".")[2]) or fnmatch.fnmatchcase(path, pattern):
         return True
     try:

@@ -109,8 +109,6 @@ def split_linear(joined: JoinedLinear) -> list[Linear]:
         >>> bool(eqx.tree_equal(split_linear(trained), layers))
         True
     """
-    if not isinstance(joined, JoinedLinear):
-        raise ValueError(f"joined is a {type(joined).__name__}, but must be a JoinedLinear, made by join_linear")
     linear = rule_of(joined.linear, default_rules).with_op(joined.linear, None)
     weights = _split(linear.weight, joined.parts, -2)
     biases = [None] * len(weights) if linear.bias is None else _split(linear.bias, joined.parts, -1)
@@ -122,9 +120,8 @@ _JOINED = "joined"
 
 
 def _check(layers: Any) -> None:
-    if not isinstance(layers, Sequence) or not layers:
-        what = "an empty sequence" if isinstance(layers, Sequence) else f"a {type(layers).__name__}"
-        raise ValueError(f"join_linear takes a sequence of layers, such as [q, k, v], but layers is {what}")
+    if not layers:
+        raise ValueError("layers of join_linear are none; pass a sequence of them, such as [q, k, v]")
     for i, layer in enumerate(layers):
         if not isinstance(layer, hnn.Linear | eqx.nn.Linear) or not hasattr(layer.weight, "dtype"):
             what = f"layers[{i}] of join_linear is a {type(layer).__name__}"

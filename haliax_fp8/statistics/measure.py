@@ -20,7 +20,6 @@ from ..layers.walk import all_ops, is_op, map_layers_in_stacks, named_ops, rule_
 from ..recipes.scaling import STATISTICS, AbstractScaling, DelayedScaling, MeasuredScaling
 from ..training.gradients import filter_grad
 from ..training.loss import scalar_loss
-from ..training.step_arguments import require_fit, require_model_first
 from .result import ModelStatistics, OpStatistics
 
 
@@ -41,8 +40,7 @@ def quantization_statistics(model: PyTree, loss_fn: Callable[..., Any], *batch: 
         What `OpStatistics` lists, of input, kernel and output gradient of every op.
 
     Raises:
-        ValueError: If the model has no FP8 op, or static scales that are not calibrated, or if `loss_fn` does not
-            return one number.
+        ValueError: If the model has no FP8 op, or static scales that are not calibrated.
 
     Example:
         >>> measured = quantization_statistics(fp8_linear_layers(model), loss_fn, x)
@@ -51,16 +49,11 @@ def quantization_statistics(model: PyTree, loss_fn: Callable[..., Any], *batch: 
         >>> measured["layers.0"].sqnr.shape
         (3,)
     """
-    call = "quantization_statistics(model, loss_fn, *batch)"
-    is_converted = bool(all_ops(model))
-    if not is_converted:
-        require_model_first(model, loss_fn, call)
-    require_model(model, call)
-    if not is_converted:
+    require_model(model, "quantization_statistics(model, loss_fn, *batch)")
+    if not all_ops(model):
         raise ValueError("model has no FP8 product to measure; convert it with fp8_linear_layers")
     check_not_modified(model)
     require_calibrated(model)
-    require_fit(loss_fn, batch, "Pass them one by one: quantization_statistics(model, loss_fn, x, y)")
     gradients = filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(measuring(model))
     return statistics_in(gradients)
 
@@ -72,8 +65,7 @@ def statistics_in(gradients: Any) -> ModelStatistics:
         gradients: The gradients of a model that `measuring` returned, or the part of them that replaces state.
     """
     ops = dict(named_ops(gradients))
-    uncalled = tuple(None if op.skipped is None else op.skipped.uncalled for op in ops.values())
-    return ModelStatistics(tuple(ops), tuple(map(_statistics, ops.values())), uncalled)
+    return ModelStatistics(tuple(ops), tuple(map(_statistics, ops.values())))
 
 
 def measuring[M](model: M, rules: tuple[LayerRule, ...] = default_rules) -> M:

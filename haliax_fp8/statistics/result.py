@@ -113,13 +113,11 @@ class ModelStatistics(Printable, eqx.Module):
     Args:
         paths: The paths of the ops, in the order of the model's tree.
         of_ops: The statistics of each of them.
-        uncalled: Why the loss never calls it, for each op; empty if it does, None if that is not known.
     """
 
     # Not a dictionary: JAX sorts those by their keys, "layers.10" before "layers.2".
     paths: tuple[str, ...] = eqx.field(static=True)
     of_ops: tuple[OpStatistics, ...]
-    uncalled: tuple[str | None, ...] = eqx.field(static=True, default=())
 
     @property
     def ops(self) -> dict[str, OpStatistics]:
@@ -184,7 +182,9 @@ class ModelStatistics(Printable, eqx.Module):
         return jnp.nanmean(jnp.concatenate([getattr(op, name).ravel() for op in self.ops.values()]))
 
     def __rich__(self) -> RenderableType:
-        never_called = {path: why for path, why in zip(self.paths, self.uncalled, strict=False) if why}
+        numbers = {path: op for path, op in self.ops.items() if is_concrete(op)}
+        # A count for every operand, but for those of an op that the loss does not call.
+        never_called = [path for path, op in numbers.items() if np.isnan(op.nonfinite).all()]
         of_groups = groups(self.paths)
         whole = of_groups[0].prefix if len(of_groups) == 1 else ""
         within = f"; in {whole}" if whole else ""
@@ -203,11 +203,9 @@ class ModelStatistics(Printable, eqx.Module):
                     worst += _add_rows(table, DottedName(name, indent), self[path])
         if not all(map(is_concrete, self.of_ops)):
             return table
-        by_reason = {reason: list[str]() for reason in never_called.values()}
-        for path, reason in never_called.items():
-            by_reason[reason].append(path or "the model itself")
-        lines = [Text(f"{', '.join(paths)}: {reason}") for reason, paths in by_reason.items()]
-        return Group(Text(verdict(worst)), *lines, Text(), table)
+        paths = ", ".join(path or "the model itself" for path in never_called)
+        why = f"{paths}: never called; describe(model, loss_fn, *batch) says why"
+        return Group(Text(verdict(worst)), *[Text(why)] * bool(paths), Text(), table)
 
 
 def _add_rows(table: Table, name: DottedName, op: OpStatistics) -> list[Worst]:

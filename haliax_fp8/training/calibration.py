@@ -13,11 +13,9 @@ from jax.core import Tracer
 from .._jax.errors import calls_users_function
 from .._state.op_state import AbstractOp, OpState, OverwriteWithGradient, is_state
 from ..layers.checks import require_model, require_whole_state, uncalibrated_operands, unrecorded_operands
-from ..layers.describe import calls_of, with_calls_of
 from ..layers.walk import all_ops
 from .gradients import filter_grad
 from .loss import scalar_loss
-from .step_arguments import require_fit, require_model_first
 
 
 @calls_users_function
@@ -41,16 +39,14 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
         The model with its state filled: the history holds one amax for each batch, newest first.
 
     Raises:
-        ValueError: If `batches` is empty or is itself a batch, if `loss_fn` does not return one number, if the model
-            has no FP8 layer, or if model and loss are swapped; if a batch holds NaN or infinities, or is
-            zero everywhere; or if no layer has recorded its input.
+        ValueError: If `batches` is empty or is itself a batch; if the model has no FP8 layer; if a batch holds NaN or
+            infinities, or is zero everywhere; or if no layer has recorded its input.
 
     Example:
         >>> fp8_model = calibrate(fp8_linear_layers(model), loss_fn, [(x,)])
         >>> all(bool((node.scale != 1.0).all()) for node in fp8_states(fp8_model))
         True
     """
-    require_model_first(model, loss_fn, "calibrate(model, loss_fn, batches)")
     require_model(model, "calibrate(model, loss_fn, batches)")
     if not _has_ops(model):
         raise ValueError(
@@ -62,7 +58,6 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
     count = 0
     for batch in batches:
         arguments = batch if isinstance(batch, tuple) else (batch,)
-        require_fit(loss_fn, arguments, _BATCHES)
         require_usable(arguments, f"batches[{count}]")
         model = recorded(model, lambda observed, arguments=arguments: _gradients(observed, loss_fn, arguments))
         count += 1
@@ -155,13 +150,7 @@ def _overwritten[M](model: M, gradients: Any) -> M:
     new = iter([jax.tree.leaves(state) for state in fp8_states(gradients)])
     # The observed state's arrays, in a state that training updates.
     overwrite = lambda node: jax.tree.unflatten(jax.tree.structure(node), next(new)) if is_state(node) else node
-    return with_calls_of(jax.tree.map(overwrite, model, is_leaf=is_state), calls_of(gradients))
-
-
-_BATCHES = (
-    "batches is a list of batches, and a batch is a tuple of loss_fn's arguments after the model: calibrate(model, "
-    "loss_fn, [(x, y)])"
-)
+    return jax.tree.map(overwrite, model, is_leaf=is_state)
 
 
 def _require_batches(batches: Any) -> None:

@@ -27,18 +27,13 @@ def cast_params[M](model: M, dtype: DTypeLike) -> M:
         dtype: A floating dtype of 16 bits or more. Integers, keys and everything that is not an array stay.
 
     Raises:
-        ValueError: If `dtype` is not such a dtype, or a model.
+        ValueError: If `dtype` is not such a dtype.
 
     Example:
         >>> half = cast_params(layer, jnp.bfloat16)
         >>> half.weight.dtype, half.dot_general.scale("kernel").dtype
         (dtype(bfloat16), dtype('float32'))
     """
-    if isinstance(dtype, eqx.Module):
-        raise ValueError(
-            f"model and dtype are swapped: dtype is a model of class {type(dtype).__name__}; use cast_params(model, "
-            "jnp.bfloat16)"
-        )
     to = floating_dtype("dtype", dtype)
     require_model(model, "cast_params(model, dtype)")
 

@@ -24,9 +24,7 @@ from .._product.quantized_kernel import QuantizedKernel
 from .._state.op_state import OpState, OverwriteWithGradient, is_state
 from .._state.update import complete_states, record_states, records_of_part
 from ..layers.checks import require_calibrated
-from ..layers.describe import calls_of, with_calls, with_calls_of
 from ..memory.in_scans import recomputing_in_scans
-from .step_arguments import require_function, require_model_first
 
 
 @calls_users_function
@@ -194,7 +192,7 @@ def filter_value_and_grad(
         A function with the same arguments that returns `(value, gradients)`.
 
     Raises:
-        ValueError: When called, as in `filter_grad`; or if the function is a model that was given a loss.
+        ValueError: When called, as in `filter_grad`.
     """
     return _value_and_grad(function, complete_states, has_aux=has_aux, recompute_in_scans=recompute_in_scans)
 
@@ -226,7 +224,7 @@ def with_complete_states[G](model: Any, gradients: G) -> G:
     flat = structure.flatten_up_to(gradients)
     indices = [i for i, leaf in enumerate(leaves) if _is_whole_table(leaf)]
     new = _replaced(flat, indices, complete_states([leaves[i] for i in indices], [flat[i] for i in indices]))
-    return with_calls_of(jax.tree.unflatten(structure, new), calls_of(gradients))
+    return jax.tree.unflatten(structure, new)
 
 
 class _ValueAndGrad(eqx.Module):
@@ -258,11 +256,12 @@ class _ValueAndGrad(eqx.Module):
             leaves = [leaf if i in own else _with_max_gradients(leaf) for i, leaf in enumerate(leaves)]
             return self.function(jax.tree.unflatten(structure, leaves), *args, **kwargs)
 
-        def is_read_by_loss() -> list[Any]:
-            """Whether the loss depends on each array of the leaves."""
+        def read_by_loss() -> set[int]:
+            """The states that the loss depends on."""
             differentiated, rest = parts_with(record_states(states))
             loss = lambda leaves: jax.tree.leaves(of(leaves, rest=rest, reached=None))[0]
-            return jax.tree.unflatten(jax.tree.structure(differentiated), depends_on(loss, differentiated))
+            used = jax.tree.unflatten(jax.tree.structure(differentiated), depends_on(loss, differentiated))
+            return {number for number, i in enumerate(indices) if any(jax.tree.leaves(used[i]))}
 
         def missing_in_plain_gradient() -> set[int]:
             """The states that get no gradient even if they are floats like any other."""
@@ -279,14 +278,12 @@ class _ValueAndGrad(eqx.Module):
             loss = recomputing_in_scans(loss)
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
         value, gradients = jax.value_and_grad(loss, has_aux=self.has_aux, allow_int=True)(differentiated)
-        used = None
         if reached.missing:
-            used = _require_none_lost(reached.missing, is_read_by_loss, indices, missing_in_plain_gradient)
+            _require_none_lost(reached.missing, read_by_loss, missing_in_plain_gradient)
         gradients = _replaced(gradients, indices, self.complete(states, [gradients[i] for i in indices]))
         # Copies of kernels are those of this step's weights, which have the gradient.
         gradients = [None if isinstance(leaf, QuantizedKernel) else leaf for leaf in gradients]
-        gradients = jax.tree.unflatten(structure, gradients)
-        return value, gradients if used is None else with_calls(gradients, jax.tree.unflatten(structure, used))
+        return value, jax.tree.unflatten(structure, gradients)
 
 
 def _value_and_grad(
@@ -296,7 +293,6 @@ def _value_and_grad(
     has_aux: bool,
     recompute_in_scans: bool,
 ) -> Callable[..., Any]:
-    require_function(function)
     require_bool("has_aux", has_aux, of="filter_grad")
     require_bool("recompute_in_scans", recompute_in_scans, of="filter_grad")
     gradients_of = _ValueAndGrad(function, complete, has_aux, recompute_in_scans)
@@ -304,8 +300,6 @@ def _value_and_grad(
 
     @calls_users_function
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(function, eqx.Module):
-            require_model_first(model, function, "filter_grad(loss_fn)(model, *batch)")
         require_calibrated(model, wait=False)
         return differentiable(gradients_of, plain, model, *args, **kwargs)
 
@@ -323,32 +317,25 @@ def _tagged(states: Sequence[OpState], reached: UsedArguments) -> list[OpState]:
 
 
 def _require_none_lost(
-    missing: set[int],
-    is_read_by_loss: Callable[[], list[Any]],
-    indices: Sequence[int],
-    missing_in_plain_gradient: Callable[[], set[int]],
-) -> list[Any] | None:
+    missing: set[int], read_by_loss: Callable[[], set[int]], missing_in_plain_gradient: Callable[[], set[int]]
+) -> None:
     """Raises if the gradient of a state was lost: the loss changes with it, and nothing arrived.
 
     Without this, a layer that is not used would look the same. To trace the loss alone takes a fifth of a gradient.
     Only if the loss reads one of these states a plain gradient is traced too: `stop_gradient` may be the reason.
-    Returns what `is_read_by_loss` does; None if no trace can follow the loss.
 
     Args:
         missing: The numbers of the states without a gradient.
-        is_read_by_loss: Returns whether the loss depends on each array of the leaves.
-        indices: Where among the leaves the states are.
-        missing_in_plain_gradient: Which of all get none as floats either.
+        read_by_loss: Returns the numbers of those that the loss depends on.
+        missing_in_plain_gradient: Returns the numbers of those that get no gradient as floats either.
     """
     try:
-        used = is_read_by_loss()
-        read = {i for i in missing if any(jax.tree.leaves(used[indices[i]]))}
+        read = missing & read_by_loss()
         lost = read - missing_in_plain_gradient() if read else read
     except Exception:  # noqa: BLE001 - the gradient worked, of a function that perhaps no trace can follow
-        return None
+        return
     if lost:
         raise NotDifferentiable(LOST_STATE)
-    return used
 
 
 def _is_state_or_quantized_kernel(node: Any) -> bool:

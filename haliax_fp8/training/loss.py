@@ -1,4 +1,4 @@
-"""exact_gradients, and checks of what a loss returns."""
+"""exact_gradients, and what a loss returns."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,6 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 from haliax.quantization import CustomGradientAccumulation
 from jax import lax
 
@@ -16,7 +15,6 @@ from .._jax.max_grad import is_max_grad
 from .._jax.meshes import manual_axes
 from .._numerics.checks import require_bool
 from .gradients import filter_value_and_grad
-from .step_arguments import require_function
 from .updates import common_dtype, in_float32
 
 
@@ -38,8 +36,8 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
         A function with the same arguments and results.
 
     Raises:
-        ValueError: If `loss_fn` is not a function, or `has_aux` not a bool; when called, if it is differentiated with
-            respect to anything except its first argument, or inside `shard_map`.
+        ValueError: If `has_aux` is not a bool; when called, if it is differentiated with respect to anything except its
+            first argument, or inside `shard_map`.
 
     Example:
         >>> def twice(layer, x):
@@ -50,7 +48,6 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
         3.0
     """
 
-    require_function(loss_fn)
     require_bool("has_aux", has_aux, of="exact_gradients")
 
     @functools.wraps(loss_fn)
@@ -128,49 +125,10 @@ def _is_primal(node: Any) -> bool:
 
 
 def scalar_loss(value: Any) -> Any:
-    """The number that a loss function returned; a `NamedArray` without axes counts as one.
-
-    Args:
-        value: What the function returned.
-
-    Raises:
-        ValueError: If it is several numbers, or a number together with something else; the message has the remedy.
-
-    Example:
-        >>> scalar_loss(hax.mean(hax.ones(hax.Axis("batch", 4))))
-        Array(1., dtype=float32)
-    """
-    if isinstance(value, hax.NamedArray):
-        if value.axes:
-            raise ValueError(
-                f"loss_fn returned an array with axes {value.axes}, but a loss is one number; take the mean over them, "
-                "hax.mean(loss)"
-            )
-        return value.array
-    if isinstance(value, tuple | list | dict):
-        raise ValueError(
-            f"loss_fn returned a {type(value).__name__} of {len(value)}, but must return the loss alone. For a loss "
-            "with auxiliary results, (loss, aux), use TrainStep(loss_fn, optimizer, has_aux=True); elsewhere give "
-            "lambda *args: loss_fn(*args)[0]"
-        )
-    if isinstance(value, jax.Array | np.ndarray) and jnp.ndim(value) > 0:
-        raise ValueError(
-            f"loss_fn returned an array of shape {value.shape}, but a loss is one number; take its mean, jnp.mean(loss)"
-        )
-    return value
+    """The number that a loss function returned; a `NamedArray` without axes counts as one."""
+    return value.array if isinstance(value, hax.NamedArray) and not value.axes else value
 
 
-def loss_and_aux(value: Any) -> tuple[Any, Any]:
-    """The number and the auxiliary results that a loss function with `has_aux` returned.
-
-    Args:
-        value: What the function returned.
-
-    Raises:
-        ValueError: If it is not a pair, or its first part is not one number.
-    """
-    if not isinstance(value, tuple) or len(value) != 2:
-        kind = "array" if isinstance(value, jax.Array) else type(value).__name__
-        got = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"one {kind}"
-        raise ValueError(f"has_aux=True: loss_fn must return (loss, aux), and returned {got}")
-    return scalar_loss(value[0]), value[1]
+def loss_and_aux(value: Any) -> Any:
+    """The number and the auxiliary results that a loss function with `has_aux` returned; JAX refuses anything else."""
+    return (scalar_loss(value[0]), *value[1:]) if isinstance(value, tuple) else value

@@ -19,6 +19,7 @@ from jaxtyping import Array, DTypeLike, Key
 
 from .._jax.errors import calls_users_function, is_about_mapped_mesh_axis
 from .._jax.meshes import automatic_mesh, divided, whole_in_front
+from .._product.arguments import floating_dtype
 from .._state.op_state import OverwriteWithGradient
 from .cast import with_rounding_keys
 from .gradients import filter_value_and_grad, value_and_grad_of_part, with_complete_states
@@ -67,38 +68,15 @@ class ReduceOnce:
 
     def __post_init__(self) -> None:
         over = (self.over,) if isinstance(self.over, str) else self.over
-        if not isinstance(over, tuple | list) or not over or not all(isinstance(axis, str) for axis in over):
+        if not over:
             raise ValueError(f"over={self.over!r} must be the name of a mesh axis, such as 'data', or a tuple of names")
         object.__setattr__(self, "over", tuple(over))
-        object.__setattr__(self, "dtype", _dtype_to_travel_in(self.dtype))
+        object.__setattr__(self, "dtype", floating_dtype("dtype", self.dtype))
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The names of the mesh axes in `over`."""
         return cast(tuple[str, ...], self.over)
-
-
-def require_reduction(value: Any) -> None:
-    """Raises a ValueError unless a value is a choice for `TrainStep(reduce_gradients=...)`.
-
-    Args:
-        value: The user's argument.
-    """
-    if value is not None and not isinstance(value, ReduceOnce):
-        raise ValueError(
-            f"reduce_gradients={value!r} must be None or haliax_fp8.training.ReduceOnce(over=...), with the mesh axis "
-            "over which the rows of the batch are divided"
-        )
-
-
-def _dtype_to_travel_in(given: Any) -> np.dtype:
-    try:
-        dtype = np.dtype(given)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise ValueError(f"dtype={given!r} must be a floating-point dtype, such as jnp.float32 or jnp.bfloat16")
-    return dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,22 +196,6 @@ class KernelQuantization(enum.Enum):
     Every weight travels once per step, as one byte. Every device then holds two bytes per weight of whole kernels.
     `quantize_kernels(gather=True)` says which kernels are whole.
     """
-
-
-def as_kernel_quantization(value: Any) -> KernelQuantization:
-    """Returns a member for a user's argument: the member itself, or its value.
-
-    Args:
-        value: The user's argument.
-
-    Raises:
-        ValueError: If it is neither.
-    """
-    try:
-        return KernelQuantization(value)
-    except ValueError as error:
-        names = ", ".join(repr(member.value) for member in KernelQuantization)
-        raise ValueError(f"quantize_kernels={value!r} must be one of {names}, or a KernelQuantization") from error
 
 
 class StepInput(eqx.Module):

@@ -17,7 +17,6 @@ from rich.console import RenderableType
 
 from .._jax.xla import once_computed
 from .._numerics.casts import spacing_of
-from .._numerics.checks import require_integer
 from .._numerics.formats import E4M3
 from .._numerics.rounding import hashed, random_bits
 from .._printing.printable import Printable, new_table
@@ -148,13 +147,6 @@ def quantized_state(
     """
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ValueError(f"optimizer={optimizer!r} of quantized_state is not an optimizer; use optax.adamw(1e-3)")
-    require_integer("min_size", min_size, "quantized_state")
-    if min_size < 0:
-        raise ValueError(
-            f"min_size={min_size} of quantized_state is negative; 0 leaves no moment in float32 for its size"
-        )
-    if where is not None and not callable(where):
-        raise ValueError(f"where={where!r} of quantized_state must be a function of path and parameter, or None")
     inner = optax.with_extra_args_support(cast(Any, optimizer))
 
     # Optax's types allow trees of its own kinds alone.

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,21 +13,14 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
-from .._jax.errors import calls_users_function
+from .._jax.errors import explained_by
+from .._numerics.checks import require_bool
 from .._numerics.rounding import Rounding
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
-from ..layers.checks import (
-    are_usable,
-    check_not_modified,
-    require_calibrated,
-    require_model,
-    require_whole_model,
-    require_whole_state,
-    tables_on_host,
-)
+from ..layers.checks import require_usable_tables, require_whole_model, require_whole_state
 from ..layers.config import Fp8Config, default_rules
-from ..layers.describe import Calls, calls_of, describe, recipes_of, with_calls_of
+from ..layers.describe import describe, recipes_of
 from ..layers.quantized_kernels import quantize_kernels, require_no_quantized_kernels
 from ..layers.rule import LayerRule
 from ..layers.served import require_weights
@@ -41,21 +34,11 @@ from .microbatches import (
     KernelQuantization,
     ReduceOnce,
     StepInput,
-    as_kernel_quantization,
     gradients_of_batch,
-    require_reduction,
 )
 from .monitor import CountedState, Monitor, counted
-from .step_arguments import (
-    require_call,
-    require_choices,
-    require_labels_not_called,
-    require_loss_and_optimizer,
-    require_not_deleted,
-    require_order,
-    require_state_of,
-)
-from .updates import apply_exact_updates, in_float32, require_bfloat16, trainable_part
+from .step_arguments import require_arguments, require_choices, require_key_reaches_loss, require_keys
+from .updates import apply_exact_updates, in_float32, require_bfloat16, require_updatable, trainable_part
 
 
 M = TypeVar("M")
@@ -101,14 +84,13 @@ class TrainStep(eqx.Module):
             numbers are in `metrics` of these steps. The optimizer's state then counts steps.
 
     Raises:
-        ValueError: If `loss_fn` is not a function, `optimizer` is not an optimizer, `microbatches` is not an integer
-            of at least 1, `quantize_kernels` is not a `KernelQuantization` or the name of one, `parameter_rounding` is
-            not a `Rounding`, or `rules` is not a tuple of rules. When called: if `microbatches` does not divide a
-            batch, if `loss_fn` cannot be called with it or returns anything but one number, if `opt_state` belongs to
-            another model, if model or `opt_state` were given to an earlier step with `donate=True`, if `key` is not a
-            single key, is missing for `parameter_rounding` or is meant for `loss_fn`, if the model lacks its state, has
-            quantized kernels or uncalibrated static scales, or inside `jit` with a monitor; with
-            `quantize_kernels="once"` and `"gathered_once"` also where the function `quantize_kernels` raises.
+        ValueError: If `quantize_kernels` is not a `KernelQuantization` or the name of one, `rules` is not a tuple of
+            rules, or another choice that would count as true is not a bool. When called: if another argument is not
+            what it must be, `microbatches` does not divide a batch, `opt_state` belongs to another model, or model or
+            `opt_state` were given to an earlier step with `donate=True`; if `key` is missing for `parameter_rounding`
+            or is meant for `loss_fn`; if the model lacks its state, has quantized kernels or uncalibrated static
+            scales; inside `jit` with a monitor; with `quantize_kernels="once"` and `"gathered_once"` also where the
+            function `quantize_kernels` raises.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
@@ -119,12 +101,11 @@ class TrainStep(eqx.Module):
     """
 
     loss_fn: Callable[..., Any]
-    # The default exists only for our message: Python's would not say which of the two arguments is missing.
-    optimizer: optax.GradientTransformation | optax.MultiSteps = cast(Any, None)
+    optimizer: optax.GradientTransformation | optax.MultiSteps
     microbatches: int = eqx.field(default=1, static=True)
     donate: bool = eqx.field(default=False, static=True)
     quantize_kernels: KernelQuantization | str = eqx.field(
-        default=KernelQuantization.IN_EACH_MICROBATCH, static=True, converter=as_kernel_quantization
+        default=KernelQuantization.IN_EACH_MICROBATCH, static=True, converter=KernelQuantization
     )
     reduce_gradients: ReduceOnce | None = eqx.field(default=None, static=True)
     parameter_rounding: Rounding = eqx.field(default=Rounding.TO_NEAREST, static=True)
@@ -134,19 +115,12 @@ class TrainStep(eqx.Module):
     monitor: Monitor | None = eqx.field(default=None, static=True)
 
     def __check_init__(self) -> None:
-        require_loss_and_optimizer(self.loss_fn, self.optimizer)
-        require_choices(
-            microbatches=self.microbatches,
-            donate=self.donate,
-            has_aux=self.has_aux,
-            recompute_in_scans=self.recompute_in_scans,
-            parameter_rounding=self.parameter_rounding,
-            monitor=self.monitor,
-        )
-        require_reduction(self.reduce_gradients)
+        for name in ("donate", "has_aux", "recompute_in_scans"):
+            require_bool(name, getattr(self, name), of="TrainStep")
         # Raises a ValueError unless they are rules.
         Fp8Config(rules=self.rules)
 
+    @explained_by(require_choices)
     def init(self, model: PyTree) -> PyTree:
         """The optimizer's state for the trainable part of the model.
 
@@ -163,18 +137,13 @@ class TrainStep(eqx.Module):
         require_weights(model, "model", "Train the model that it was made from")
         if _logger.isEnabledFor(logging.INFO) and not is_op(model):
             _logger.info(describe(model).summary)
-        check_not_modified(model)
-        require_whole_state(model)
-        require_no_quantized_kernels(model)
+        require_updatable(model)
         if self.parameter_rounding.needs_key:
-            require_bfloat16(model, "model", f"{self._given_rounding} is for bfloat16 parameters")
+            reason = f"parameter_rounding={self.parameter_rounding} is for bfloat16 parameters"
+            require_bfloat16(model, "model", reason)
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
-        try:
-            opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
-        except Exception as error:
-            require_labels_not_called(error)
-            raise
+        opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
         return opt_state if self.monitor is None else counted(opt_state)
 
     def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
@@ -190,7 +159,7 @@ class TrainStep(eqx.Module):
         """
         return training_options(recipes_of(model), Device.default() if device is None else device)
 
-    @calls_users_function
+    @explained_by(require_choices)
     def calibrate(
         self, model: M, *batch: Any, key: Key[Array, ""] | None = None, loss_key: Key[Array, ""] | None = None
     ) -> M:
@@ -220,7 +189,7 @@ class TrainStep(eqx.Module):
             >>> bool((fp8_model.layers[0].dot_general.scale("output_grad") < 1.0).all())
             True
         """
-        require_call(self.loss_fn, batch, key, loss_key, call="step.calibrate(model, *batch)", before=())
+        require_key_reaches_loss(self.loss_fn, batch, key, loss_key)
         require_no_quantized_kernels(model)
         inputs = StepInput(batch, key, loss_key)
         require_usable(batch, "batch")
@@ -228,7 +197,7 @@ class TrainStep(eqx.Module):
         require_recorded(model)
         return model
 
-    @calls_users_function
+    @explained_by(require_arguments)
     def __call__(
         self,
         model: M,
@@ -254,22 +223,11 @@ class TrainStep(eqx.Module):
             scaling also `output_grad_amax_ratio`: the largest amax of an output gradient, divided by the largest value
             that its scale could hold. Somewhat above 1 is usual; far above, gradients were clipped and are too small.
         """
-        require_order(model, opt_state, batch)
-        call = "step(model, opt_state, *batch)"
-        require_model(model, call)
-        require_call(self.loss_fn, batch, key, loss_key, call=call, before=(opt_state,))
-        if self.parameter_rounding.needs_key and key is None:
-            raise ValueError(
-                f"key is missing: {self._given_rounding} draws random numbers in each step. Pass a new key each time, "
-                "as in step(model, opt_state, *batch, key=jax.random.fold_in(key, index))"
-            )
+        require_keys(self, batch, key, loss_key)
         optimizer_state = opt_state.optimizer if isinstance(opt_state, CountedState) else opt_state
         leaves, structure = jax.tree.flatten((model, optimizer_state))
         ops = _checked_ops(structure)
-        # State that is still being computed is not waited for.
-        if not are_usable(tables_on_host([leaves[position] for position in ops.tables], wait=False)):
-            require_calibrated(model, wait=False)
-            check_not_modified(model, wait=False)
+        require_usable_tables(model, [leaves[position] for position in ops.tables])
         inputs = StepInput(batch, key, loss_key)
         nested = any(isinstance(x, Tracer) for x in (*leaves, *jax.tree.leaves(inputs)))
         options = {} if nested else training_options(ops.recipes, Device.default())
@@ -277,16 +235,12 @@ class TrainStep(eqx.Module):
         if self.monitor is not None:
             opt_state = counted(opt_state, nested=nested)
         due = self.monitor if self.monitor is not None and self.monitor.is_due(int(opt_state.steps)) else None
-        try:
-            step = self._without_monitor if due is None else self
-            new, new_optimizer, calls, metrics, measured = compiled((step, inputs), leaves, structure)
-        except RuntimeError as error:
-            require_not_deleted(error, model=model, opt_state=opt_state, batch=batch)
-            raise
+        step = self._without_monitor if due is None else self
+        new, new_optimizer, metrics, measured = compiled((step, inputs), leaves, structure)
         # What is static in a compiled step is that of the first model: a model's reasons are those that it came with.
         of_model, _ = structure.children()
         count = of_model.num_leaves
-        model = with_calls_of(jax.tree.unflatten(of_model, new[:count]), calls)
+        model = jax.tree.unflatten(of_model, new[:count])
         optimizer_state = jax.tree.unflatten(new_optimizer, new[count:])
         if due is not None:
             metrics = metrics | due.metrics(measured, due.prefix)
@@ -296,11 +250,6 @@ class TrainStep(eqx.Module):
     def _for_optimizer[T](self, tree: T) -> T:
         """Parameters or gradients in the dtype in which the optimizer sees them."""
         return in_float32(tree) if self.parameter_rounding.needs_key else tree
-
-    @property
-    def _given_rounding(self) -> str:
-        """The choice of rounding as its user wrote it."""
-        return f"parameter_rounding={self.parameter_rounding}"
 
     @property
     def _without_monitor(self) -> "TrainStep":
@@ -339,22 +288,18 @@ def _checked_ops(structure: Any) -> _Ops:
 
 def fp8_train_step(
     not_donated: tuple[TrainStep, StepInput], leaves: list[Any], structure: Any
-) -> tuple[list[Any], Any, Calls, Metrics, Any]:
+) -> tuple[list[Any], Any, Metrics, Any]:
     """One step. Model and optimizer state are flat: Equinox would flatten and rebuild the trees several times.
 
     Returns:
-        The leaves of the new model and optimizer state, the structure of the latter, what is known of calls, metrics,
-        and the monitor's measurements.
+        The leaves of the new model and optimizer state, the structure of the latter, metrics, and the monitor's
+        measurements.
     """
     step, inputs = not_donated
     model, opt_state = jax.tree.unflatten(structure, leaves)
     batch_gradients, measured = _gradients(step, inputs, model)
     params = step._for_optimizer(trainable_part(model))
-    try:
-        updates, opt_state = step.optimizer.update(step._for_optimizer(batch_gradients.gradients), opt_state, params)
-    except Exception as error:
-        require_state_of(step.optimizer.init, params, opt_state, model, error)
-        raise
+    updates, opt_state = step.optimizer.update(step._for_optimizer(batch_gradients.gradients), opt_state, params)
     # Squares of float16 gradients are 0 below 2e-4 and infinite above 256; sums of bfloat16 ones stop growing.
     metrics = {"loss": batch_gradients.loss, "grad_norm": optax.tree.norm(in_float32(batch_gradients.gradients))}
     metrics |= _output_grad_amax_ratio(model, batch_gradients.overwrites)
@@ -363,7 +308,7 @@ def fp8_train_step(
     key = inputs.key if step.parameter_rounding.needs_key else None
     model = apply_exact_updates(model, updates, batch_gradients.overwrites, key)
     leaves, of_optimizer = jax.tree.flatten(opt_state)
-    return [*jax.tree.leaves(model), *leaves], of_optimizer, calls_of(batch_gradients.overwrites), metrics, measured
+    return [*jax.tree.leaves(model), *leaves], of_optimizer, metrics, measured
 
 
 def _output_grad_amax_ratio(model: Any, overwrites: Any) -> Metrics:

@@ -16,7 +16,7 @@ from haliax.quantization import CustomGradientAccumulation
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree, UInt32
 
-from .._numerics.keys import require_single_key
+from .._jax.errors import explained_by
 from .._numerics.rounding import stochastic_bfloat16
 from .._state.op_state import OpState, OverwriteWithGradient
 from .._state.update import overwrite_states, replace_states
@@ -29,7 +29,6 @@ from ..layers.checks import (
     require_whole_state,
     table_on_host,
 )
-from ..layers.describe import calls_of, with_calls_of
 from ..layers.quantized_kernels import require_no_quantized_kernels, without_quantized_kernels
 from ..layers.walk import named_ops
 from .quantized_state import with_moments_of
@@ -71,6 +70,7 @@ def split_state[T](tree: T) -> tuple[T, T]:
     return haxq.partition_for_grad_overwrite(without_quantized_kernels(tree))
 
 
+@explained_by(lambda error, module, updates, overwrites, **_: _require_same_structure(module, updates, overwrites))
 def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree, *, key: Key[Array, ""] | None = None) -> T:
     """The model after a step: parameters plus their updates, and the new state that the gradients carried.
 
@@ -93,18 +93,28 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree, *, key: Key
     Raises:
         ValueError: If `updates` or `overwrites` do not have the model's structure, or are swapped; if the model has
             quantized kernels, or is a part without its state; if gradients were cast to float16 before state was split
-            from them; outside `jit`, if anything but its own update changed the model's state; with `key`, if it is not
-            a single key, or if the model has no parameters in bfloat16, or some in float16.
+            from them; outside `jit`, if anything but its own update changed the model's state; with `key`, if the model
+            has no parameters in bfloat16, or some in float16.
     """
     require_model(module, "apply_updates(module, updates, overwrites)", "module")
-    check_not_modified(module)
+    require_updatable(module, "module")
     require_calibrated(module)
-    require_whole_state(module)
-    require_no_quantized_kernels(module, "module")
+    _require_split(module, updates, overwrites)
     if key is not None:
-        require_single_key(key)
         require_bfloat16(module, "module", "key is for bfloat16 parameters")
     return _applied(module, updates, overwrites, overwrite_states, key)
+
+
+def require_updatable(model: Any, name: str = "model") -> None:
+    """Raises a ValueError if a step would go on from changed state, or from a part or a copy of the model.
+
+    Args:
+        model: The model.
+        name: Its name as an argument.
+    """
+    check_not_modified(model)
+    require_whole_state(model)
+    require_no_quantized_kernels(model, name)
 
 
 def require_bfloat16(model: Any, name: str, reason: str) -> None:
@@ -155,58 +165,62 @@ def _applied(
     add = lambda update, parameter: _add(update, parameter, None if update is None else next(seeds))
 
     def apply(leaf: Any, update: Any, overwrite: Any) -> Any:
-        if isinstance(leaf, OverwriteWithGradient):
-            if overwrite is None:
-                if update is not None:
-                    raise ValueError(
-                        "updates contain FP8 state, which an optimizer must not see: split the gradients first with "
-                        "overwrites, grads = partition_for_grad_overwrite(grads), and start with "
-                        "optimizer.init(trainable(model))"
-                    )
+        if isinstance(leaf, OpState):
+            # Static scales, in the frozen part of a model; or a record, which belongs to one evaluation.
+            if overwrite is None or leaf.table.array is None or leaf.is_record:
                 return leaf
-            _require_same_type("overwrites", leaf, overwrite)
-            if isinstance(leaf, OpState):
-                # Static scales, in the frozen part of a model; or a record, which belongs to one evaluation.
-                if leaf.table.array is None or leaf.is_record:
-                    return leaf
-                _require_range("overwrites", leaf, overwrite)
-                pairs.append((leaf, overwrite))
-                return _Pending(len(pairs) - 1)
-            return leaf.overwritten_by(overwrite)
-        if overwrite is not None and isinstance(leaf, CustomGradientAccumulation):
-            return overwrite
-        if overwrite is not None or isinstance(update, CustomGradientAccumulation):
+            pairs.append((leaf, overwrite))
+            return _Pending(len(pairs) - 1)
+        if isinstance(leaf, CustomGradientAccumulation):
+            if overwrite is None:
+                return leaf
+            return leaf.overwritten_by(overwrite) if isinstance(leaf, OverwriteWithGradient) else overwrite
+        return jax.tree.map(add, update, leaf, is_leaf=lambda node: node is None)
+
+    applied = jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
+    states = new_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
+    fill = lambda node: states[node.index] if isinstance(node, _Pending) else node
+    return jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending))
+
+
+def _require_split(module: Any, updates: Any, overwrites: Any) -> None:
+    """Raises a ValueError if gradients were not split as they should, or changed: state would be lost in silence."""
+
+    def check(leaf: Any, update: Any, overwrite: Any) -> None:
+        if isinstance(leaf, OpState) and isinstance(overwrite, OpState):
+            _require_range(leaf, overwrite)
+        elif isinstance(leaf, OverwriteWithGradient) and overwrite is None and update is not None:
+            raise ValueError(
+                "updates contain FP8 state, which an optimizer must not see: split the gradients first with "
+                "overwrites, grads = partition_for_grad_overwrite(grads), and start with "
+                "optimizer.init(trainable(model))"
+            )
+        elif not isinstance(leaf, CustomGradientAccumulation) and (
+            overwrite is not None or isinstance(update, CustomGradientAccumulation)
+        ):
             raise ValueError(
                 "overwrites have an array where the model has a parameter: they are swapped with updates, or not "
                 "split from them. Call apply_updates(model, updates, overwrites) with overwrites, grads = "
                 "partition_for_grad_overwrite(grads), and updates from the optimizer"
             )
-        return jax.tree.map(add, update, leaf, is_leaf=lambda node: node is None)
 
-    try:
-        applied = jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
-    except (ValueError, TypeError) as error:
-        for name, tree in (("updates", updates), ("overwrites", overwrites)):
-            _require_structure_of(module, name, tree, error)
-        raise
-    states = new_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
-    fill = lambda node: states[node.index] if isinstance(node, _Pending) else node
-    filled = jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending))
-    return with_calls_of(filled, calls_of(overwrites))
+    jax.tree.map(check, module, updates, overwrites, is_leaf=_is_state_or_missing)
 
 
-def _require_range(name: str, state: OpState, overwrite: OpState) -> None:
+def _require_range(state: OpState, overwrite: OpState) -> None:
     """Raises if gradients were cast to float16: that holds no amax below 6e-8 or above 65504."""
+    if state.table.array is None or state.is_record:
+        return
     if overwrite.table.array.dtype == jnp.float16 != state.table.array.dtype:
         raise ValueError(
-            f"{name} are in float16, and the model's FP8 state is in {state.table.array.dtype}: amaxes below 6e-8 "
+            f"overwrites are in float16, and the model's FP8 state is in {state.table.array.dtype}: amaxes below 6e-8 "
             "became zero, and those above 65504 infinite. Split state from gradients before you cast them: overwrites, "
             "grads = partition_for_grad_overwrite(grads)"
         )
     table = table_on_host(overwrite, wait=False)
     if table is not None and (np.isfinite(table[..., 0]) & (table[..., 0] < 0.0)).any():
         raise ValueError(
-            f"{name} hold negative scales: they were negated or multiplied. Pass the first part of "
+            "overwrites hold negative scales: they were negated or multiplied. Pass the first part of "
             "partition_for_grad_overwrite(gradients) as it is"
         )
 
@@ -221,11 +235,6 @@ class _Pending:
 def _add(update: Array | None, parameter: Any, seed: UInt32[Array, ""] | None) -> Any:
     if update is None:  # nothing to differentiate: a function, integers
         return parameter
-    if not eqx.is_array_like(update):
-        raise ValueError(
-            f"updates hold a {type(update).__name__} where the model has a {type(parameter).__name__}; pass what "
-            "optimizer.update returned"
-        )
     if parameter.shape != update.shape:
         raise ValueError(f"updates have an array of shape {update.shape} for a parameter of shape {parameter.shape}")
     if seed is not None and parameter.dtype == jnp.bfloat16:
@@ -257,15 +266,14 @@ def _is_state_or_missing(node: Any) -> bool:
     return node is None or isinstance(node, CustomGradientAccumulation | hax.NamedArray)
 
 
-def _require_same_type(name: str, expected: Any, got: Any) -> None:
-    if type(expected) is not type(got):
-        raise ValueError(
-            f"{name} have a {type(got).__name__} where the model has a {type(expected).__name__}; "
-            "pass the first part of partition_for_grad_overwrite(gradients)"
-        )
+def _require_same_structure(module: Any, updates: Any, overwrites: Any) -> None:
+    if others := [type(x).__name__ for x in jax.tree.leaves(updates) if not eqx.is_array_like(x)]:
+        raise ValueError(f"updates hold a {others[0]}, which is no array; pass what optimizer.update returned")
+    for name, tree in (("updates", updates), ("overwrites", overwrites)):
+        _require_structure_of(module, name, tree)
 
 
-def _require_structure_of(module: Any, name: str, tree: Any, cause: Exception) -> None:
+def _require_structure_of(module: Any, name: str, tree: Any) -> None:
     """Raises a ValueError that names the first path at which a tree and the model differ."""
 
     def paths(t: Any) -> dict[str, Any]:
@@ -279,7 +287,7 @@ def _require_structure_of(module: Any, name: str, tree: Any, cause: Exception) -
             f"{name} do not have the structure of the model: they differ at {differing[0]!r}. Take them from the "
             "gradients of this model, and initialise the optimizer with the second part of "
             "partition_for_grad_overwrite(model)"
-        ) from cause
+        )
     for (path, ours), (_, theirs) in zip(named_ops(module), named_ops(tree), strict=False):
         for a, b in zip(ours.recipe.operands, theirs.recipe.operands, strict=True):
             if a != b:
@@ -287,9 +295,10 @@ def _require_structure_of(module: Any, name: str, tree: Any, cause: Exception) -
                     f"{name} are of a model with another recipe: at {path!r} they have {b.format.name} "
                     f"{b.scaling!r}, and the model has {a.format.name} {a.scaling!r}. Take them from the gradients of "
                     "this model"
-                ) from cause
+                )
 
 
+@explained_by(lambda error, accumulated, gradients: _require_structure_of(accumulated, "gradients", gradients))
 def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
     """Adds the gradients of another microbatch: parameters are summed, state takes the maximum.
 
@@ -311,18 +320,13 @@ def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
 
     def add(total: Any, gradient: Any) -> Any:
         if isinstance(total, CustomGradientAccumulation):
-            if type(gradient) is not type(total):
-                raise ValueError(f"gradients have a {type(gradient).__name__} instead of a {type(total).__name__}")
             return total.accumulate(gradient)
         return gradient if total is None else total + gradient
 
-    try:
-        return jax.tree.map(add, accumulated, gradients, is_leaf=_is_state_or_none)
-    except (ValueError, TypeError) as error:
-        _require_structure_of(accumulated, "gradients", gradients, error)
-        raise
+    return jax.tree.map(add, accumulated, gradients, is_leaf=_is_state_or_none)
 
 
+@explained_by(lambda error, new, old, step_size: _require_structure_of(trainable_part(new), "old", trainable_part(old)))
 def incremental_update[M](new: M, old: M, step_size: Any) -> M:
     """`optax.incremental_update` for whole models: an average of weights, with the newest state of FP8 layers.
 
@@ -350,11 +354,7 @@ def incremental_update[M](new: M, old: M, step_size: Any) -> M:
         require_no_quantized_kernels(model, name)
     check_not_modified(new)
     trained, average = cast(Any, trainable_part(new)), cast(Any, trainable_part(old))
-    try:
-        moved: Any = optax.incremental_update(trained, average, step_size)
-    except (ValueError, TypeError) as error:
-        _require_structure_of(trained, "the arrays of old", average, error)
-        raise
+    moved: Any = optax.incremental_update(trained, average, step_size)
     return eqx.combine(moved, new)
 
 

@@ -590,50 +590,21 @@ def test_fields_of_the_configuration_as_keywords():
 
 
 @pytest.mark.parametrize(
-    "config, meant",
-    [
-        ("rowwise", "fp8_linear_layers(model, recipe='rowwise')?"),
-        ("lm_head", "fp8_linear_layers(model, targets='lm_head')?"),
-        ({"recipe": "rowwise", "exclude": "head"}, "fp8_linear_layers(model, recipe='rowwise', exclude='head')?"),
-        (
-            DelayedScaling(amax_history_length=4),
-            "fp8_linear_layers(model, recipe=DelayedScaling(amax_history_length=4, margin=0))?",
-        ),
-        (DelayedScaling, "fp8_linear_layers(model, recipe=DelayedScaling())?"),
-        (haliax_fp8.recipes.named["current"], "fp8_linear_layers(model, recipe=...)?"),
-        (Fp8Config, "did you mean Fp8Config()?"),
-        (3, "config=3 is not an Fp8Config"),
-        ({"recip": "rowwise"}, "recip='rowwise' is not an option of Fp8Config; did you mean recipe?"),
-    ],
-    ids=str,
-)
-def test_what_is_no_configuration_names_the_call_that_was_meant(config, meant):
-    with unchecked(), pytest.raises(ValueError, match=re.escape(meant)):
-        fp8_linear_layers(linear(), config)
-    with unchecked(), pytest.raises(ValueError, match="Fp8Config"):
-        describe(linear(), config=config)
-
-
-@pytest.mark.parametrize(
     "options, message",
     [
-        ({"recpie": "rowwise"}, "recpie='rowwise' is not.*recipe"),
-        ({"skip": "head"}, "skip='head' is not.*exclude"),
-        ({"layers": "head"}, "layers='head' is not.*targets"),
         (
             {"exclude": eqx.nn.Linear(8, 8, key=jax.random.key(0))},
             "exclude holds a layer of class Linear; give its path",
         ),
         ({"targets": [eqx.nn.Linear(8, 8, key=jax.random.key(0))]}, "targets holds a layer of class Linear; give its"),
-        ({"zzz": 1}, "zzz=1 is not an option.*targets, exclude"),
         (
             {"config": SHORT, "exclude": "head"},
             r"config was given together with.*dataclasses.replace\(config",
         ),
     ],
-    ids=["near", "synonym", "other synonym", "layer", "layers", "far", "both"],
+    ids=["layer", "layers", "both"],
 )
-def test_keywords_that_are_none_or_come_with_a_configuration(options, message):
+def test_keywords_that_hold_layers_or_come_with_a_configuration(options, message):
     with pytest.raises(ValueError, match=message):
         fp8_linear_layers(linear(), **options)
 
@@ -644,14 +615,6 @@ def test_a_history_length_without_a_history_is_an_error(recipe):
         Fp8Config(recipe=recipe, amax_history_length=16)
     mixed = Fp8Config(recipe=recipe, amax_history_length=16, overrides={"head": "delayed"})
     assert mixed.resolve("delayed").input.scaling.amax_history_length == 16
-
-
-def test_a_function_among_the_patterns_has_to_decide():
-    with pytest.raises(ValueError, match=r"returned an array for 'a'.*bool\(...\)"):
-        fp8_linear_layers({"a": linear()}, targets=lambda path, layer: jnp.array(True))
-    for name in ("targets", "exclude"):
-        with pytest.raises(ValueError, match=rf"{name} holds a function that does not take \(path, layer\)"):
-            fp8_linear_layers({"a": linear()}, **{name: lambda path: True})
 
 
 def test_layers_of_flax_are_named_with_what_fits_them():
@@ -821,7 +784,10 @@ def test_converting_more_layers_keeps_the_first_ones():
     model = {"a": linear(), "b": linear(1)}
     first = with_other_state(fp8_linear_layers(model, Fp8Config(targets="a")))
     second = fp8_linear_layers(first, Fp8Config(targets="b"))
-    assert paths(second) == {"a", "b"} and second["a"].dot_general is first["a"].dot_general
+    described = describe(second)
+    assert all(row.recipe for row in described) and second["a"].dot_general is first["a"].dot_general
+    # Until its first step, the new one is not told from a layer that no loss calls.
+    assert paths(second) == {"a"} and described.summary.endswith("1 without an amax yet")
 
 
 @pytest.mark.parametrize(
@@ -970,8 +936,9 @@ def test_scales_that_no_step_has_written_are_a_line_below_the_table():
     for recipe in ("current", "rowwise", "mxfp8", "static"):
         assert NO_AMAX not in str(describe(fp8_linear_layers(plain, recipe=recipe)))
     calibrated = haliax_fp8.calibrate(model, loss, [x])
-    assert describe(calibrated).fp8_count == 1 and NO_AMAX not in str(describe(calibrated))
-    assert describe(calibrated)["unused"].uncalled == "never called: the loss does not use this layer"
+    described = describe(calibrated)
+    assert described.fp8_count == 1 and f"{NO_AMAX} in unused: describe(" in str(described)
+    assert described["up"].uncalled is None and described["unused"].uncalled.startswith("no amax yet")
     only = fp8_linear_layers(plain, amax_history_length=4, exclude="unused")
     assert NO_AMAX in str(describe(only))
     overwrites, gradients = haliax_fp8.partition_for_grad_overwrite(haliax_fp8.filter_grad(loss)(only, x))

@@ -219,7 +219,7 @@ class Doubled(eqx.nn.Linear):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: [], "but layers is an empty sequence"),
+        (lambda: [], "are none; pass a sequence of them"),
         (lambda: _haliax(), "takes a sequence of layers.*but layers is a Linear"),
         (lambda: [_haliax(), hnn.RmsNorm.init(Embed)], r"layers\[1\] of join_linear is a RmsNorm"),
         (
@@ -246,8 +246,3 @@ class Doubled(eqx.nn.Linear):
 def test_layers_that_do_not_make_one(make, words):
     with pytest.raises(ValueError, match=words):
         join_linear(make())
-
-
-def test_only_joined_layers_are_split():
-    with pytest.raises(ValueError, match="joined is a Linear, but must be a JoinedLinear"):
-        split_linear(_haliax())

@@ -163,8 +163,8 @@ CHANGES = (
     Change(
         "a model with quantized kernels is trained further",
         "training/updates.py",
-        'require_no_quantized_kernels(module, "module")',
-        "pass",
+        "require_whole_state(model)\n    require_no_quantized_kernels(model, name)",
+        "require_whole_state(model)",
         ("test_kernel_quantization.py::test_a_model_with_copies_is_not_trained_or_saved",),
     ),
     Change(

@@ -27,8 +27,6 @@ FLOORS = (
     ("_state",),
     # One product and its derivative.
     ("_product",),
-    # What an op keeps of the conversion that made it.
-    ("_skipped",),
     # The public ops.
     ("_op",),
     ("_einsum",),

@@ -202,11 +202,9 @@ def test_haliaxs_own_state():
 @pytest.mark.parametrize(
     "wrong, match",
     (
-        ({"over": ()}, "over=\\(\\) must be the name of a mesh axis"),
-        ({"over": 3}, "over=3 must be the name of a mesh axis"),
-        ({"over": "data", "dtype": jnp.int32}, "dtype=.*int32.* must be a floating-point dtype"),
-        ({"over": "data", "dtype": jnp.float8_e4m3fn}, "must be a floating-point dtype"),
-        ({"over": "data", "dtype": "fast"}, "dtype='fast' must be a floating-point dtype"),
+        ({"over": "data", "dtype": jnp.int32}, "dtype=.*int32.* is not a floating dtype"),
+        ({"over": "data", "dtype": jnp.float8_e4m3fn}, "is not a floating dtype of 16 bits or more"),
+        ({"over": "data", "dtype": "fast"}, "dtype=fast is not a floating dtype"),
     ),
 )
 def test_bad_choices_are_named(wrong, match):
@@ -221,11 +219,6 @@ def test_bad_steps_are_named():
         step = fp8.TrainStep(loss, optax.sgd(RATE), reduce_gradients=ReduceOnce(**choice))
         step(model, step.init(model), x, target)
 
-    with (
-        unchecked(),
-        pytest.raises(ValueError, match="reduce_gradients='once' must be None or"),
-    ):
-        fp8.TrainStep(loss_fn, optax.sgd(RATE), reduce_gradients="once")
     with pytest.raises(ValueError, match="needs a mesh with automatic axes: call the"):
         run(over="data")
     explicit = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ..._numerics.checks import explains_options, require_bool, require_integer, require_margin
+from ..._numerics.checks import require_bool, require_integer, require_margin
 from ..._numerics.quantized_array import QuantizedArray, divide_by
 from ...devices.device import FP8_UNITS, MatrixUnits
 from .amax_of_history import AbstractAmaxCompute, MaxOfHistory
@@ -27,14 +27,7 @@ COST_WITH_STORED_SCALE = CastCost(bytes=3.0, launches=1)
 
 _LONGEST_HISTORY, _LONGEST_INTERVAL = 2**16, 2**24
 
-_SYNONYMS = {
-    **dict.fromkeys(("history", "history_length", "amax_history", "amax_history_len"), "amax_history_length"),
-    "amax_compute_algo": "amax_compute",
-    "interval": "update_interval",
-}
 
-
-@explains_options(_SYNONYMS)
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(AbstractScaling):
     """One scale per tensor, from the largest amax of the last steps.
@@ -54,7 +47,7 @@ class DelayedScaling(AbstractScaling):
 
     Raises:
         ValueError: If `amax_history_length` is not from 1 to 65536, `update_interval` not from 1 to 2**24 or `margin`
-            beyond ±17, the binades that E4M3 has; or if an argument is unknown or of the wrong kind.
+            beyond ±17, the binades that E4M3 has; or if an argument is of the wrong kind.
 
     References:
         `flax.linen.fp8_ops` (the arithmetic, kept bit for bit); TransformerEngine's `DelayedScaling`;
