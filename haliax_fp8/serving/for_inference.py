@@ -13,7 +13,7 @@ from ..layers.checks import check_not_modified, require_layers, require_model
 from ..layers.config import Fp8Config, as_config
 from ..layers.roles import routers, sharing
 from ..layers.rule import LayerRule
-from ..layers.served import AbstractServedLayer
+from ..layers.served import is_served
 from ..layers.walk import (
     Targets,
     as_patterns,
@@ -103,7 +103,7 @@ def quantize_for_inference[M](
 
     def quantized(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
         rule = rule_of(layer, rules)
-        if isinstance(layer, AbstractServedLayer):
+        if is_served(layer):
             return layer
         if path not in selected:
             return layer if rule.op(layer) is None else rule.with_op(layer, None)
@@ -123,7 +123,7 @@ def dequantize[M](model: M, dtype: DTypeLike = "float32") -> M:
     """The model with plain layers whose weights are `data * scale`: exact in float32, rounded once in other dtypes.
 
     Args:
-        model: A model made by `quantize_for_inference`.
+        model: A model made by `quantize_for_inference` or `import_model`, or a part of one.
         dtype: The dtype of these weights.
 
     Example:
@@ -132,7 +132,6 @@ def dequantize[M](model: M, dtype: DTypeLike = "float32") -> M:
         (<class 'equinox.nn._linear.Linear'>, dtype('float32'))
     """
     require_model(model, "dequantize(model)")
-    is_served = lambda node: isinstance(node, AbstractServedLayer)
     return jax.tree.map(lambda node: node.dequantized(dtype) if is_served(node) else node, model, is_leaf=is_served)
 
 

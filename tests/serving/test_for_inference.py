@@ -76,11 +76,13 @@ def test_values_and_bytes(layout):
     kernel, weight = served.kernel, np.asarray(layer.weight, np.float64)
     data, scale = np.asarray(kernel.quantized.data).astype(np.float64), kernel.quantized.scale
     per_scale = {"FP8": (), "FP8_DYNAMIC": (32, 1), "FP8_BLOCK": (1, 1), "W8A16": (32, 1), "MXFP8": (32, 2)}[layout]
-    assert kernel.quantized.data.dtype == jnp.float8_e4m3fn and kernel.data.array.shape == (32, 64)
-    assert scale.shape == per_scale and kernel.scale.array.dtype == (jnp.uint8 if layout == "MXFP8" else jnp.uint32)
+    assert kernel.quantized.data.dtype == jnp.float8_e4m3fn and kernel.stored.data.array.shape == (32, 64)
+    assert scale.shape == per_scale and kernel.stored.scale.array.dtype == (
+        jnp.uint8 if layout == "MXFP8" else jnp.uint32
+    )
     leaves = [leaf for leaf in jax.tree.leaves(served) if leaf is not served.bias]
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) == kernel.bytes
-    assert kernel.bytes == weight.size + kernel.scale.array.nbytes + (4 if layout == "FP8" else 0)
+    assert kernel.bytes == weight.size + kernel.stored.scale.array.nbytes + (4 if layout == "FP8" else 0)
     assert sum(leaf.size >= weight.size for leaf in leaves) == 1
     scale = np.asarray(scale, np.float64)
     spread = np.repeat(scale, 32, axis=1) if layout == "MXFP8" else np.broadcast_to(scale, (32, 64))
@@ -225,7 +227,7 @@ def test_transformations(layout):
     divided = eqx.tree_at(lambda l: l.weight, model, put(model.weight, "model"))
     with jax.set_mesh(mesh):
         on_devices = quantize_for_inference(divided, layout)
-        assert on_devices.kernel.data.array.sharding.spec[:1] == ("model",)
+        assert on_devices.kernel.stored.data.array.sharding.spec[:1] == ("model",)
         found = jax.jit(jax.vmap(on_devices))(put(x[:, 0], "data"))
     np.testing.assert_array_equal(found, once[:, 0])
 
@@ -343,7 +345,7 @@ def test_a_class_of_ones_own():
     served = quantize_for_inference(trained, "FP8_DYNAMIC", config=config, served_layers=served_layers)
     np.testing.assert_array_equal(eqx.filter_jit(served)(x), eqx.filter_jit(trained)(x))
     # Stored with what is summed over last.
-    assert served.kernel.data.array.shape == (32, 64) and dequantize(served).weight.shape == (64, 32)
+    assert served.kernel.stored.data.array.shape == (32, 64) and dequantize(served).weight.shape == (64, 32)
     with pytest.raises(ValueError, match=r"up is a Dense, which.*exclude the layer"):
         quantize_for_inference({"up": layer}, "FP8_DYNAMIC", config=config)
     with pytest.raises(ValueError, match=r"served_layers\[Dense\] does not.*lambda"):
@@ -430,7 +432,7 @@ def test_errors():
     # Neither parameters, nor cast with them.
     np.testing.assert_array_equal(eqx.filter_grad(lambda model: jax.vmap(model)(x).sum())(served).bias, 5.0)
     assert jax.tree.leaves(trainable(served)) == [served.bias]
-    assert cast_params(served, jnp.bfloat16).kernel.scale.array is served.kernel.scale.array
+    assert cast_params(served, jnp.bfloat16).kernel.stored.scale.array is served.kernel.stored.scale.array
     with pytest.raises(ValueError, match="without its FP8 state.*give the model itself, quantize_for_inference"):
         quantize_for_inference(trainable(fp8_linear_layers(layer)), "FP8")
     with pytest.raises(ValueError, match="layout='FP8_DYNAMICS'.*'FP8_DYNAMIC'.*export_model"):
