@@ -1,9 +1,8 @@
 """Quantized data and scales of a checkpoint as layers: frozen ones, and those that multiply in FP8 for inference."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import numpy as np
@@ -17,8 +16,8 @@ from ..layers.kernel import axes_of
 from ..layers.quantized_kernels import named_behind
 from ..layers.served import AbstractServedLayer
 from ..recipes.scaling import AbstractScaling, BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling, StaticScaling
+from ..serving.constructors import Constructor, made_for_inference
 from ..serving.kernel import ServedKernel
-from ..serving.layers import ServedEquinoxLinear, ServedLinear, ServedMoELinear
 from ..serving.layout import ServedLayout
 from .model import Leaf, plain, uncopied
 
@@ -47,13 +46,14 @@ def _stacked(leaf: Leaf, found: Found) -> tuple[ScaledMatrix, np.ndarray, np.nda
     return first, data, scales, of_inputs
 
 
-def frozen_layer(layer: Any, leaf: Leaf, found: Found) -> AbstractServedLayer:
+def frozen_layer(layer: Any, leaf: Leaf, found: Found, constructors: Mapping[type, Constructor]) -> AbstractServedLayer:
     """The layer with quantized data and scales instead of its weight, and exact gradients to its inputs.
 
     Args:
         layer: The plain layer.
         leaf: Its weight.
         found: The matrices.
+        constructors: What makes it, by class.
 
     Raises:
         ValueError: If the class has no such form.
@@ -73,7 +73,7 @@ def frozen_layer(layer: Any, leaf: Leaf, found: Found) -> AbstractServedLayer:
         elif are_exponents(scales):
             scale = (scale >> 23).astype(np.uint8)
     stored = _stored(leaf, first, data, scale, first.block, tensor_scale=units, divides=divides)
-    return _with_kernel(layer, leaf, stored, of_inputs, None, None)
+    return _with_kernel(layer, leaf, constructors, stored, of_inputs, None, None)
 
 
 def _stored(
@@ -90,16 +90,16 @@ def _stored(
 
     Experts are `[experts, in, out]`, as their layers hand them over, and so are their scales; data have the sum last.
     """
-    experts, _ = _experts(leaf)
+    (experts, _), swaps = _experts(leaf), _has_inputs_first(leaf)
     if is_of_blocks := scale.ndim > len(leaf.leading):
-        scale = np.swapaxes(scale, -1, -2) if experts else scale
-    rank, sides = 2 + experts, None if block is None else (block[::-1] if experts else block)
+        scale = np.swapaxes(scale, -1, -2) if swaps else scale
+    rank, sides = 2 + experts, None if block is None else (block[::-1] if swaps else block)
     return StoredArray(
         _named(leaf, data),
-        _named(leaf, np.ascontiguousarray(scale), transposed=bool(experts and is_of_blocks)),
+        _named(leaf, np.ascontiguousarray(scale), transposed=swaps and is_of_blocks),
         None if tensor_scale is None else _named(leaf, _bits(tensor_scale)),
         dtype=first.data.dtype,
-        order=(*range(experts), rank - 1, rank - 2) if experts else (0, 1),
+        order=(*range(experts), *((rank - 1, rank - 2) if swaps else (rank - 2, rank - 1))),
         block=None if sides is None else (*(1,) * experts, *sides),
         **others,
     )
@@ -112,6 +112,17 @@ def _experts(leaf: Leaf) -> tuple[int, int]:
     return number, len(leaf.leading) - number
 
 
+def _has_inputs_first(leaf: Leaf) -> bool:
+    """Whether the kernel is `[in, out]`: that of experts, and of one's own layers whose weight is."""
+    if leaf.site.kernel.Experts is not None:
+        return True
+    # Haliax's layers flatten several axes into the two of a matrix.
+    if isinstance(leaf.site.node, hnn.Linear):
+        return False
+    *_, outputs, inputs = leaf.order
+    return inputs < outputs
+
+
 def _named(leaf: Leaf, array: np.ndarray, *, transposed: bool = False) -> hax.NamedArray:
     return named_behind(leaf.sharded(array, transposed=transposed), leaf.stack, _experts(leaf)[1])
 
@@ -119,39 +130,39 @@ def _named(leaf: Leaf, array: np.ndarray, *, transposed: bool = False) -> hax.Na
 def _with_kernel(
     layer: Any,
     leaf: Leaf,
+    constructors: Mapping[type, Constructor],
     stored: StoredArray[hax.NamedArray],
     of_inputs: np.ndarray | None,
     layout: ServedLayout | None,
     compute_dtype: np.dtype | None,
 ) -> AbstractServedLayer:
     """The layer with data and scales instead of its weight."""
-    experts, _ = _experts(leaf)
+    site, (experts, _) = leaf.site, _experts(leaf)
+    if len(leaf.split) != 2 and not isinstance(layer, hnn.Linear):
+        raise ValueError(
+            f"the weight of {site.place} has {len(leaf.split)} axes, and its data and scales are a matrix; {_PLAIN}"
+        )
     kernel = ServedKernel(
         stored,
         None if of_inputs is None else _named(leaf, _bits(of_inputs)),
         layout,
-        (experts + (0 if experts else 1),),
+        (experts + (0 if _has_inputs_first(leaf) else 1),),
         compute_dtype,
-        np.dtype(plain(leaf.site.kernel.weight).dtype),
+        np.dtype(plain(site.kernel.weight).dtype),
         "scales of the checkpoint",
         input_bits=24 if of_inputs is None else _significant_bits(of_inputs),
     )
-    match layer:
-        case hnn.Linear():
-            return ServedLinear.of_matrix(layer, kernel)
-        case hnn.MoELinear():
-            return ServedMoELinear.of(layer, kernel)
-        case eqx.nn.Linear():
-            return ServedEquinoxLinear(layer, kernel)
-    raise ValueError(
-        f"{leaf.site.place} is a {type(layer).__name__}, which has no form with data and scales; import it with "
-        "weights='dequantized', and quantize that with serving.quantize_for_inference, or leave it in high precision "
-        "in the checkpoint"
-    )
+    assert site.rule is not None
+    return made_for_inference(str(site.place), site.rule, layer, kernel, constructors, _PLAIN)
 
 
 def served_layer(
-    layer: Any, leaf: Leaf, found: Found, inputs: Inputs | None, compute_dtype: np.dtype | None
+    layer: Any,
+    leaf: Leaf,
+    found: Found,
+    constructors: Mapping[type, Constructor],
+    inputs: Inputs | None,
+    compute_dtype: np.dtype | None,
 ) -> AbstractServedLayer:
     """The layer with the kernels of a checkpoint instead of its weight, data and scales as they are.
 
@@ -159,6 +170,7 @@ def served_layer(
         layer: The plain layer.
         leaf: Its weight.
         found: The matrices.
+        constructors: What makes it, by class.
         inputs: How the checkpoint says that inputs are quantized; None if they are not.
         compute_dtype: The dtype that its product computes in, if the layer says so.
 
@@ -215,7 +227,7 @@ def served_layer(
         case MXFP8Scaling():
             block, bits = (1, 32), (bits >> 23).astype(np.uint8)
     stored = _stored(leaf, first, data, bits, block, scale_bits=_significant_bits(scales))
-    return _with_kernel(layer, leaf, stored, of_inputs, layout, compute_dtype)
+    return _with_kernel(layer, leaf, constructors, stored, of_inputs, layout, compute_dtype)
 
 
 def _served_layout(
@@ -265,6 +277,7 @@ def _powers(scales: np.ndarray) -> bool:
     return bool((np.frexp(scales)[0] == 0.5).all())
 
 
+_PLAIN = "import the checkpoint with weights='dequantized'"
 _OTHERWISE = "import the checkpoint with weights='frozen' or 'dequantized'"
 
 

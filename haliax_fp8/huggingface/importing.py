@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -33,6 +33,7 @@ from ..layers.equinox import rebuilt
 from ..layers.kernel import Kernel
 from ..layers.rule import LayerRule
 from ..models.transformer import Transformer
+from ..serving.constructors import OF_MATRICES, Constructor, constructors_with
 from ..serving.for_inference import dequantize
 from ..serving.unstack import unstacked
 from .architecture import names_of, transformer_of
@@ -62,6 +63,7 @@ def import_model[M](
     weights: Weights | str = Weights.DEQUANTIZED,
     strict: bool = True,
     config: Fp8Config | None = None,
+    served_layers: Mapping[type, Constructor] | None = None,
     follow_links: bool = False,
     progress: Watcher | None = None,
 ) -> M:
@@ -83,6 +85,7 @@ def import_model[M](
             block after the other, and layers compute in the dtype of the model's parameters.
         strict: Whether a tensor of the checkpoint that the model does not have is an error.
         config: Only its `rules` matter; needed for layers of your own classes.
+        served_layers: As in `quantize_for_inference`: makes frozen and served layers of your own classes.
         follow_links: As in `check_folder`.
         progress: As in `export_model`.
 
@@ -98,7 +101,8 @@ def import_model[M](
     weights = _weights(weights)
     folder = TensorFolder.open(directory, follow_links=follow_links)
     name_map, rules = names_of(model, names, folder.tensors), as_config(config).rules
-    return _imported(folder, model, name_map, weights, rules, progress, _OF_IMPORT, strict=strict)
+    constructors = constructors_with(served_layers, rules, OF_MATRICES)
+    return _imported(folder, model, name_map, weights, rules, constructors, progress, _OF_IMPORT, strict=strict)
 
 
 def _weights(weights: "Weights | str") -> Weights:
@@ -115,6 +119,7 @@ def _imported[M](
     name_map: NameMap,
     weights: Weights,
     rules: tuple[LayerRule, ...],
+    constructors: Mapping[type, Constructor],
     progress: Watcher | None,
     remedies: "_Remedies",
     *,
@@ -141,7 +146,7 @@ def _imported[M](
             scales = {name for name in checked.tensors if "scale" in name.rpartition(".")[2]}
             shared = {name_map.to_checkpoint(tensor.name) for tensor in tensors_of(without_sharing(model), rules)}
             checkpoint.refuse_unused(needed | shared | scales)
-        load = lambda site: _loaded(site, checkpoint, weights)
+        load = lambda site: _loaded(site, checkpoint, weights, constructors)
         loaded = map_sites(load, model, rules)
     _use_shared(model, loaded, rules, checkpoint)
     if strict:
@@ -205,7 +210,8 @@ def load(
     model = eqx.filter_eval_shape(lambda key: init(key=key), jax.random.key(0))
     cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype) if _is_floating(x) else x
     model = jax.tree.map(cast, model)
-    return _imported(folder, model, names, _weights(weights), as_config(None).rules, progress, _OF_LOAD)
+    rules = as_config(None).rules
+    return _imported(folder, model, names, _weights(weights), rules, OF_MATRICES, progress, _OF_LOAD)
 
 
 def thaw[M](model: M, dtype: DTypeLike = jnp.bfloat16) -> M:
@@ -223,7 +229,7 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct | Tensor) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights) -> Any:
+def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, constructors: Mapping[type, Constructor]) -> Any:
     """A layer or an array with the numbers of a checkpoint."""
     if site.is_in_fp8:
         raise ValueError(f"model has a layer in FP8 at {site.place}; pass the plain model that it was imported into")
@@ -245,7 +251,7 @@ def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights) -> Any:
         assert site.rule is not None
         plain_layer = site.rule.with_op(_with(layer, changes), None)
         if weights is Weights.FROZEN:
-            return frozen_layer(plain_layer, leaf, matrices)
+            return frozen_layer(plain_layer, leaf, matrices, constructors)
         inputs = {checkpoint.inputs(name) for name, _ in leaf.tensors()}
         if len(inputs) > 1:
             ways = " and ".join(sorted(map(str, inputs)))
@@ -253,7 +259,8 @@ def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights) -> Any:
                 f"{site.place} has blocks or experts whose inputs are quantized in different ways ({ways}); import the "
                 "checkpoint dequantized, or into a model without stacks"
             )
-        return served_layer(plain_layer, leaf, matrices, inputs.pop(), None if op is None else op.compute_dtype)
+        compute_dtype = None if op is None else op.compute_dtype
+        return served_layer(plain_layer, leaf, matrices, constructors, inputs.pop(), compute_dtype)
     return _with(layer, changes)
 
 

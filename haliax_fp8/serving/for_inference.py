@@ -1,8 +1,10 @@
 """quantize_for_inference: a model with FP8 weights and without its training state; and the way back."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 from jaxtyping import DTypeLike
@@ -133,6 +135,39 @@ def dequantize[M](model: M, dtype: DTypeLike = "float32") -> M:
     """
     require_model(model, "dequantize(model)")
     return jax.tree.map(lambda node: node.dequantized(dtype) if is_served(node) else node, model, is_leaf=is_served)
+
+
+def freeze[M](model: M) -> M:
+    """The model with its layers for inference frozen: a base for adapters, without a folder.
+
+    Data and scales stay. Layers multiply by `data * scale` in the dtype of their inputs, with gradients to these.
+
+    Args:
+        model: A model made by `quantize_for_inference`, or by `import_model` with `weights="served"`.
+
+    Raises:
+        ValueError: If no layer is quantized.
+
+    Example:
+        >>> served = quantize_for_inference(eqx.nn.MLP(64, 8, 64, 2, key=jax.random.key(0)), "FP8_DYNAMIC")
+        >>> adapted = add_lora(freeze(served), rank=4, key=jax.random.key(1))
+        >>> jax.eval_shape(jax.grad(lambda x: adapted(x).sum()), jnp.ones(64)).shape
+        (64,)
+    """
+    require_model(model, "freeze(model)")
+    if not any(map(is_served, jax.tree.leaves(model, is_leaf=is_served))):
+        raise ValueError(
+            "model has no quantized layer to freeze; quantize it first: freeze(quantize_for_inference(model, "
+            "'FP8_DYNAMIC'))"
+        )
+
+    def frozen(node: Any) -> Any:
+        if not is_served(node):
+            return node
+        kernel = dataclasses.replace(node.kernel, layout=None, compute_dtype=None)
+        return eqx.tree_at(lambda layer: layer.kernel, node, kernel)
+
+    return jax.tree.map(frozen, model, is_leaf=is_served)
 
 
 def _elements(weight: Any) -> int:

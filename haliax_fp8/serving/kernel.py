@@ -104,6 +104,8 @@ class ServedKernel(eqx.Module):
     ) -> Float[Array, "..."]:
         """Multiplies an input as `lax.dot_general(input, kernel, dimension_numbers)` would.
 
+        Frozen, by the weight in the dtype of the input.
+
         Args:
             input: The input, the first operand.
             dimension_numbers: `((input_contract, kernel_contract), (input_batch, kernel_batch))`.
@@ -115,12 +117,15 @@ class ServedKernel(eqx.Module):
         Returns:
             The product; axes in the order batch, free of input, free of kernel.
         """
-        kernel = self._of_one_layer()
+        self._require_one_layer()
+        out_dtype = None if preferred_element_type is None else np.dtype(preferred_element_type)
+        if self.has_gradient:
+            return _by_weight(self, input, dimension_numbers, out_dtype)
+        kernel = self.quantized
         contraction = DotContraction.of(dimension_numbers, None, input.shape, kernel.data.shape)
         sharding = None
         if any(map(explicit_axes_of, (input, kernel.data, jax.sharding.get_abstract_mesh()))):
             sharding = sharding_of_product(input, kernel.data.astype(input.dtype), contraction.dimensions.numbers, None)
-        out_dtype = None if preferred_element_type is None else np.dtype(preferred_element_type)
         return self._multiply(input, kernel, (), contraction, out_dtype, sharding)
 
     def ragged_dot(
@@ -135,19 +140,19 @@ class ServedKernel(eqx.Module):
         Raises:
             ValueError: If the device has no grouped product in FP8 for the layout.
         """
-        recipe = self.recipe
-        assert recipe is not None
+        self._require_one_layer()
+        if (recipe := self.recipe) is None:
+            return _rows_by_weight(self, rows, group_sizes)
         implementation = implementation_for(recipe, allow_dense=False)
         contraction = RaggedContraction(implementation=implementation, state_per_group=self.per_expert)
-        return self._multiply(rows, self._of_one_layer(), (group_sizes,), contraction)
+        return self._multiply(rows, self.quantized, (group_sizes,), contraction)
 
-    def _of_one_layer(self) -> QuantizedArray:
+    def _require_one_layer(self) -> None:
         if (extra := self.stored.leading) != 0:
             raise ValueError(
                 f"a kernel of shape {self.stored.data.array.shape} was called with {extra} extra axes of a stack or an "
                 "ensemble; call it in a scan or under vmap"
             )
-        return self.quantized
 
     def result_dtype(self, input: Float[Array, "..."]) -> np.dtype:
         """The dtype that an input and the weight promote to."""
@@ -201,3 +206,15 @@ class ServedKernel(eqx.Module):
                 "differ: cast the model to the dtype of its inputs before quantize_for_inference, with "
                 "cast_params, or convert it with fp8_linear_layers(model, compute_dtype=...)"
             )
+
+
+# The backward pass makes the weight again, so that only data and scales are kept.
+@eqx.filter_checkpoint
+def _by_weight(kernel: ServedKernel, input: Array, numbers: DimensionNumbers, out_dtype: np.dtype | None) -> Array:
+    weight = kernel.values(input.dtype)
+    return lax.dot_general(input, weight, numbers, preferred_element_type=out_dtype)
+
+
+@eqx.filter_checkpoint
+def _rows_by_weight(kernel: ServedKernel, rows: Array, group_sizes: Array) -> Array:
+    return lax.ragged_dot(rows, kernel.values(rows.dtype), group_sizes)

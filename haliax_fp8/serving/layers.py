@@ -146,7 +146,7 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
         kernel = self.kernel.quantized
         if kernel.scale.ndim and kernel.scale.shape[1:] != (1,) * (kernel.scale.ndim - 1):
             raise ValueError(
-                f"an embedding has block scales, {self.kernel.layout}, so its rows cannot be looked up; exclude it, "
+                f"an embedding has block scales, {self.kernel.text}, so its rows cannot be looked up; exclude it, "
                 "or choose a layout with one scale for each row, such as 'FP8_DYNAMIC'"
             )
         rows = hax.named(kernel.data, self.axes).take(self.Vocab, input_ids)

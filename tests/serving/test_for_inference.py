@@ -1,6 +1,7 @@
 """Models for inference: which layers, in which form, under which transformations, and what they are made back into."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import haliax as hax
@@ -27,6 +28,7 @@ from haliax_fp8 import (
 )
 from haliax_fp8._product.contraction import DotContraction
 from haliax_fp8._product.dimensions import DotDimensions
+from haliax_fp8.huggingface import export_model, import_model
 from haliax_fp8.layers import AbstractServedLayer, Kernel, LayerRule, default_rules
 from haliax_fp8.recipes import (
     E4M3,
@@ -42,6 +44,7 @@ from haliax_fp8.serving import (
     ServedKernel,
     ServedLayout,
     dequantize,
+    freeze,
     layouts,
     quantize_for_inference,
 )
@@ -362,6 +365,50 @@ def test_a_class_of_ones_own():
             quantize_for_inference(layer, "FP8_DYNAMIC", config=config, served_layers=wrong)
     with pytest.raises(ValueError, match=r"made for a sum over \(0,\)"):
         served.kernel.dot_general(normal(1, 5, 32), (((1,), (1,)), ((), ())))
+
+
+@pytest.mark.parametrize("layout", ["FP8_DYNAMIC", "MXFP8"])
+def test_a_class_of_ones_own_from_a_folder(layout, tmp_path):
+    """Its kernel has the axes of its weight, `[in, out]`, while folders have `[out, in]`."""
+    config = Fp8Config(rules=(DenseRule(), *default_rules))
+    how = {"config": config, "served_layers": {Dense: lambda layer, kernel: ServedDense(kernel)}}
+    layer, x, g = {"up": Dense(normal(0, 64, 32))}, normal(1, 5, 64), normal(2, 5, 32)
+    export_model(layer, tmp_path / "out", layout, config=config)
+    plain, frozen, served = (
+        import_model(tmp_path / "out", layer, weights=weights, **how)["up"]
+        for weights in ("dequantized", "frozen", "served")
+    )
+    np.testing.assert_array_equal(dequantize(frozen).weight, plain.weight)
+    (out, pullback), (expected, of_plain) = jax.vjp(frozen, x), jax.vjp(plain, x)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(pullback(g)[0], of_plain(g)[0], rtol=1e-5, atol=1e-5)
+    linear = {"up": eqx.nn.Linear(64, 32, use_bias=False, key=jax.random.key(0))}
+    linear = import_model(tmp_path / "out", linear, weights="served")["up"]
+    np.testing.assert_array_equal(served(x), jax.vmap(linear)(x))
+    with pytest.raises(ValueError, match=r"up is a Dense, which has no.*served_layers.*weights='dequantized'"):
+        import_model(tmp_path / "out", layer, weights="frozen", config=config)
+
+
+@pytest.mark.parametrize("kind", ["linear", "experts", "embedding", "own"])
+def test_frozen_layers_compute_what_plain_ones_do(kind):
+    """With their gradients to inputs, also where layers for inference have none."""
+    x, sizes = hax.named(normal(1, 6, 64), (Rows, In)), hax.named(jnp.array([2, 0, 4]), Experts)
+    own = Fp8Config(rules=(DenseRule(), *default_rules))
+    how = {"config": own, "served_layers": {Dense: lambda layer, kernel: ServedDense(kernel)}}
+    layer, call = {
+        "linear": (hnn.Linear.init(In, Out, key=jax.random.key(0)), lambda layer, x: layer(x).array),
+        "experts": (hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0)), lambda m, x: m(x, sizes).array),
+        "embedding": (hnn.Embedding.init(Out, In, key=jax.random.key(0)), lambda m, x: m.unembed(x).array),
+        "own": (Dense(normal(0, 64, 32)), lambda layer, x: layer(x.array)),
+    }[kind]
+    served = quantize_for_inference({"up": layer}, "FP8_DYNAMIC", targets="up", **how)
+    frozen, plain = freeze(served)["up"], dequantize(served)["up"]
+    (out, pullback), (expected, of_plain) = (jax.vjp(functools.partial(call, m), x) for m in (frozen, plain))
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    g = normal(2, *out.shape)
+    np.testing.assert_allclose(pullback(g)[0].array, of_plain(g)[0].array, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="no quantized layer.*quantize_for_inference"):
+        freeze(plain)
 
 
 class Doubled(eqx.nn.Linear):
