@@ -36,6 +36,12 @@ class StoredArray[A](eqx.Module):
         scale_bits: See `QuantizedArray`.
         tensor_scale_bits: See `QuantizedArray`.
         divides: Whether `tensor_scale` is the reciprocal, as compressed-tensors has it in NVFP4.
+
+    Example:
+        >>> data, scale = jnp.array([[0x38, 0xC0]], jnp.uint8), jnp.array([[128]], jnp.uint8)  # E4M3 times E8M0
+        >>> stored = StoredArray(data, scale, dtype=np.dtype(jnp.float8_e4m3fn), order=(0, 1))
+        >>> stored.values(jnp.float32)  # 1 and -2, times 2
+        Array([[ 2., -4.]], dtype=float32)
     """
 
     data: A

@@ -149,6 +149,7 @@ def freeze[M](model: M) -> M:
         ValueError: If no layer is quantized.
 
     Example:
+        >>> from haliax_fp8.models import add_lora
         >>> served = quantize_for_inference(eqx.nn.MLP(64, 8, 64, 2, key=jax.random.key(0)), "FP8_DYNAMIC")
         >>> adapted = add_lora(freeze(served), rank=4, key=jax.random.key(1))
         >>> jax.eval_shape(jax.grad(lambda x: adapted(x).sum()), jnp.ones(64)).shape

@@ -412,13 +412,15 @@ def test_whole_numbers_and_scales_that_nothing_reads(tmp_path):
     )
 
 
-@pytest.mark.parametrize("weights", ["dequantized", "frozen", "served"])
-def test_a_layer_with_mups_factor_keeps_it(weights, tmp_path):
+def test_a_layer_with_mups_factor_keeps_it(tmp_path):
     """A checkpoint has the factor in its weight, and the layer applies it again: whoever reads has to divide by it."""
     In, Out = hax.make_axes(In=64, Out=32)
     layer = {"up": hax.nn.Linear.init(In, Out, key=jax.random.key(0), reparam_cls=hax.nn.mup.OutputLinearMup)}
-    assert layer["up"].reparam.active_scale != 1.0
+    assert layer["up"].reparam.active_scale == 1 / 64
     export_model(layer, tmp_path / "out", "FP8_DYNAMIC")
     x = hax.random.normal(jax.random.key(1), In)
-    loaded = import_model(tmp_path / "out", layer, weights=weights)
-    np.testing.assert_allclose(loaded["up"](x).array, layer["up"](x).array, rtol=0.1, atol=0.02)
+    expected = layer["up"](x).array
+    for weights in ("dequantized", "frozen", "served"):
+        out = import_model(tmp_path / "out", layer, weights=weights)["up"](x).array
+        # E4M3 rounds weights, and inputs of the served layer, to 4 bits.
+        assert jnp.linalg.norm(out - expected) < 0.06 * jnp.linalg.norm(expected), weights
