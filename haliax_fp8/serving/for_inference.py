@@ -30,7 +30,7 @@ from ..models.adapters import require_merged
 from .constructors import Constructor, constructors_with, made_for_inference
 from .layout import LayoutLike, as_layout
 from .of_training import served_kernel
-from .unstack import unstacked
+from .unstack import holds_served, unstacked
 
 
 def quantize_for_inference[M](
@@ -156,7 +156,7 @@ def freeze[M](model: M) -> M:
         (64,)
     """
     require_model(model, "freeze(model)")
-    if not any(map(is_served, jax.tree.leaves(model, is_leaf=is_served))):
+    if not holds_served(model):
         raise ValueError(
             "model has no quantized layer to freeze; quantize it first: freeze(quantize_for_inference(model, "
             "'FP8_DYNAMIC'))"

@@ -312,6 +312,6 @@ def dequantized_call(layer: AbstractServedLayer, inputs: Any, *others: Any) -> A
 
 def _no_state_dict(prefix: str | None) -> ValueError:
     return ValueError(
-        f"a state dict was loaded into {prefix or 'a layer'}, whose kernel is in FP8 for inference: load it into the "
+        f"a state dict was loaded into {prefix or 'a layer'}, whose weight is data and scales: load it into the "
         "plain model, then quantize that"
     )
