@@ -13,17 +13,14 @@ from typing import Any
 
 import equinox as eqx
 import haliax as hax
-import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import haliax_fp8 as fp8
-from haliax_fp8.huggingface import FrozenLinear
-from haliax_fp8.huggingface.frozen_kernel import FrozenKernel
 from haliax_fp8.models import Transformer, TransformerConfig, add_lora
 from haliax_fp8.preflight import inspect_step
+from haliax_fp8.serving import freeze, quantize_for_inference
 
 
 def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
@@ -32,24 +29,9 @@ def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
     return hax.mean(hax.square(logits.astype(jnp.float32))).scalar()
 
 
-def in_fp8(layer: hnn.Linear, stack: hax.Axis) -> FrozenLinear:
-    """The layer as `load(folder, weights="frozen")` makes it, with a scale for each output, all zero."""
-    count = lambda spec: int(np.prod([axis.size for axis in hax.axis.axis_spec_to_tuple(spec)]))
-    outputs, inputs = count(layer.Out), count(layer.In)
-    bits = lambda dtype, **axes: hax.zeros((stack, *hax.make_axes(**axes)), dtype)
-    data = bits(jnp.uint8, fp8_out=outputs, fp8_in=inputs)
-    scale = bits(jnp.uint32, fp8_rows=outputs, fp8_columns=1)
-    kernel = FrozenKernel(data, scale, None, np.dtype(jnp.float8_e4m3fn), (1, inputs))
-    fields: Any = (None, layer.bias, layer.In, layer.Out, layer.dot_general, layer._reparam_cls)
-    return FrozenLinear(*fields, kernel=kernel)
-
-
 def frozen(model: Transformer) -> Transformer:
-    """The model with the layers of its blocks in FP8."""
-    is_layer = lambda node: isinstance(node, hnn.Linear)
-    convert = lambda node: in_fp8(node, model.config.Layers) if is_layer(node) else node
-    blocks = lambda model: model.blocks
-    return eqx.tree_at(blocks, model, jax.tree.map(convert, model.blocks, is_leaf=is_layer))
+    """The model with the layers of its blocks as `load(folder, weights="frozen")` makes them."""
+    return freeze(quantize_for_inference(model, "FP8_DYNAMIC", unstack=False))
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from jax import lax
 
 from .._jax.primitives import to_front
 from .._numerics.quantized_array import QuantizedArray
-from .quantized_kernel import KernelOperand, with_leading_axis
+from .._numerics.stored_array import StoredArray
 from .spec import ProductSpec
 from .three_products import Residuals, residual_array
 
@@ -72,8 +72,8 @@ def _as_members(args: TangentArguments, axes: TangentArguments, size: int) -> Ta
             return None
         if isinstance(x, QuantizedArray):
             return _with_axis(x, axis, size, 0, each_its_own=True)
-        if isinstance(x, KernelOperand):
-            return with_leading_axis(x, axis, size, 0)
+        if isinstance(x, StoredArray):
+            return x.with_leading_axis(axis, size, 0)
         return to_front(x, axis, size, 0)
 
     return TangentArguments(
@@ -93,8 +93,8 @@ def _folded(
         axis: Any = axes.residuals[index]
         if isinstance(residual, QuantizedArray):
             return _with_axis(residual, axis, size, position, each_its_own=False)
-        if isinstance(residual, KernelOperand):
-            return with_leading_axis(residual, axis, size, position)
+        if isinstance(residual, StoredArray):
+            return residual.with_leading_axis(axis, size, position)
         return to_front(residual, axis, size, position)
 
     operands = [with_axis(index) if _is_mapped(axes, index) else args.residuals[index] for index in (0, 1)]

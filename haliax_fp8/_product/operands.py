@@ -13,6 +13,7 @@ from .._jax.meshes import axes_of_parts, varying_axes
 from .._jax.opaque import opaque
 from .._jax.xla import computed_together, divided_as_made, keep_cast
 from .._numerics.quantized_array import QuantizedArray, factors_out
+from .._numerics.stored_array import StoredArray
 from .._state.record import operand_scales
 from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES, OPERANDS, USES, OperandName, ProductName
@@ -20,7 +21,7 @@ from ..recipes.scaling import MeasuredMemory, OperandUse, of_all_elements
 from ..recipes.scaling.high_precision import unscaled
 from ..recipes.scaling.measured import Members, share_of_active
 from .grouped.one_device import largest_of_groups, of_each_row, used_rows
-from .quantized_kernel import KernelOperand, QuantizedKernel, values_of
+from .quantized_kernel import QuantizedKernel
 from .scaled_product import FLOAT32, each_row_scaled
 from .spec import ProductSpec
 
@@ -183,15 +184,15 @@ def residual_of(
 
 
 def from_residual(
-    residual: Array | QuantizedArray | KernelOperand[Array],
+    residual: Array | QuantizedArray | StoredArray[Array],
     operand: OperandName,
     product: ProductName,
     scales: Scales | None,
     spec: ProductSpec,
 ) -> QuantizedArray:
     """The inverse of `residual_of`; or a kernel that was quantized before, as if it were one."""
-    if isinstance(residual, KernelOperand):
-        residual = values_of(residual)
+    if isinstance(residual, StoredArray):
+        residual = residual.values_of_data if residual.scale is None else residual.quantized
     if isinstance(residual, QuantizedArray):
         return residual
     assert spec.takes_stored_scale(operand, product) and scales is not None

@@ -29,11 +29,12 @@ from .._jax.max_grad import require_differentiated_state, require_transposed_sta
 from .._jax.meshes import all_varying, aval_of_result, with_automatic_axes
 from .._jax.primitives import define, mapped_size, to_front
 from .._numerics.quantized_array import QuantizedArray
+from .._numerics.stored_array import StoredArray
 from .._state.op_state import warn_of_constant_state
 from .._state.record import cotangent, repeated
 from ..devices.units import FP4_UNITS, MX_UNITS
 from .mapped_tangent import TangentArguments, with_mapped_axis
-from .quantized_kernel import KernelOperand, QuantizedKernel, folded, is_mapped, shape_of
+from .quantized_kernel import QuantizedKernel, folded, is_mapped
 from .spec import ProductSpec
 from .three_products import backward, forward, fprop_alone, tangent
 
@@ -192,9 +193,9 @@ def _fp8_dot_tangent_aval(*args: Any, spec: ProductSpec, linear: tuple[bool, ...
 
 def _aval_of(residual: Any) -> Any:
     """The abstract value of a residual, with the operand's own shape: data may be padded, or have another order."""
-    if isinstance(residual, KernelOperand):
+    if isinstance(residual, StoredArray):
         aval: Any = residual.data
-        return aval.update(shape=shape_of(residual))
+        return aval.update(shape=residual.shape)
     if isinstance(residual, QuantizedArray):
         aval = residual.data
         return aval.update(shape=residual.shape)

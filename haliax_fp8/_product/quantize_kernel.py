@@ -14,11 +14,12 @@ from .._jax.max_grad import to_float32
 from .._jax.meshes import divided
 from .._jax.xla import gathered_once, transposed_once
 from .._numerics.quantized_array import QuantizedArray
+from .._numerics.stored_array import StoredArray, bits_of
 from .._state.record import in_product
 from .._state.table import numbers_of
 from ..recipes.recipe import USES, ProductName
 from .operands import measured_parts, quantize_operand, round_to, scales_of
-from .quantized_kernel import KernelOperand, QuantizedKernel, words_of
+from .quantized_kernel import QuantizedKernel
 from .spec import ProductSpec
 
 
@@ -55,7 +56,7 @@ def _quantized_for_all(
     kernel = round_to(kernel, spec.compute_dtype)
     scales = scales_of(record, spec)
     arrays: dict[ProductName, QuantizedArray] = {}
-    operands: list[KernelOperand[Array] | None] = []
+    operands: list[StoredArray[Array] | None] = []
     for product in USES["kernel"]:
         quantized_for = spec.recipe.quantized_for["kernel", product]
         if quantized_for not in arrays:
@@ -69,13 +70,13 @@ def _quantized_for_all(
     measured = None
     if record is not None and numbers_of(spec.recipe.scalings):
         parts = measured_parts(kernel, arrays["fprop"], "kernel", (), spec, record)
-        measured = words_of(to_float32(jnp.max(parts, axis=-1, keepdims=True)))
+        measured = bits_of(to_float32(jnp.max(parts, axis=-1, keepdims=True)))
     per_axis = any(spec.recipe.uses["kernel", use].scaling.per_axis for use in USES["kernel"])
     contracted = tuple(spec.contraction.contracted(product)[1] for product in USES["kernel"]) if per_axis else None
     return QuantizedKernel(operands[0], operands[1], measured, kernel.dtype, spec.exact_scales, contracted, None)
 
 
-def _operand(quantized: QuantizedArray, product: ProductName, spec: ProductSpec) -> KernelOperand[Array] | None:
+def _operand(quantized: QuantizedArray, product: ProductName, spec: ProductSpec) -> StoredArray[Array] | None:
     scaling, leading = spec.recipe.uses["kernel", product].scaling, spec.ensemble
     if not scaling.quantizes:
         return None
@@ -87,8 +88,16 @@ def _operand(quantized: QuantizedArray, product: ProductName, spec: ProductSpec)
     if order != tuple(range(len(order))):
         permutation = (*range(leading), *(leading + axis for axis in order))
         data = transposed_once(data, permutation)
-    scale = None if scaling.stores_scale else words_of(quantized.scale)
+    scale = None if scaling.stores_scale else bits_of(quantized.scale)
     block = None if quantized.block is None else quantized.block[leading:]
-    tensor_scale = None if quantized.tensor_scale is None else words_of(quantized.tensor_scale)
-    bits = quantized.scale_bits, quantized.tensor_scale_bits
-    return KernelOperand(words_of(data), scale, tensor_scale, np.dtype(data.dtype), order, block, *bits)
+    tensor_scale = None if quantized.tensor_scale is None else bits_of(quantized.tensor_scale)
+    return StoredArray(
+        bits_of(data),
+        scale,
+        tensor_scale,
+        dtype=np.dtype(data.dtype),
+        order=order,
+        block=block,
+        scale_bits=quantized.scale_bits,
+        tensor_scale_bits=quantized.tensor_scale_bits,
+    )

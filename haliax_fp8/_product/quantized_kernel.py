@@ -11,98 +11,9 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax.max_grad import is_max_grad
-from .._jax.primitives import to_front
-from .._numerics.quantized_array import QuantizedArray
+from .._numerics.stored_array import StoredArray, bits_of
 from ..recipes.recipe import USES, ProductName, Recipe
 from .contraction import AbstractContraction
-
-
-class KernelOperand[A](eqx.Module):
-    """A kernel as one of its products takes it.
-
-    The data are stored with what the product sums over last, where FP8 units up to Hopper's read it. Leading axes, of
-    members or of a stack, are not counted in what is static.
-
-    Data and scale are stored as unsigned integers of the same bits, because floating-point arrays in a model count as
-    parameters, and would get gradients.
-
-    Args:
-        data: The quantized kernel, its axes in another order.
-        scale: Its scales, in the order of the kernel; None if the state has them.
-        tensor_scale: See `QuantizedArray`; None if scales have one level.
-        dtype: The dtype of the data; scales are float32.
-        order: Which axis of the kernel each axis of the data is.
-        block: The shape of a block, see `QuantizedArray`.
-        scale_bits: See `QuantizedArray`.
-        tensor_scale_bits: See `QuantizedArray`.
-    """
-
-    data: A
-    scale: A | None
-    tensor_scale: A | None
-    dtype: np.dtype = eqx.field(static=True)
-    order: tuple[int, ...] = eqx.field(static=True)
-    block: tuple[int, ...] | None = eqx.field(static=True)
-    scale_bits: int = eqx.field(static=True)
-    tensor_scale_bits: int = eqx.field(static=True)
-
-
-def words_of(x: Array) -> Array:
-    """The bits of an array as unsigned integers."""
-    return lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
-def values_of(operand: KernelOperand[Array]) -> Array | QuantizedArray:
-    """What the product reads, in the layout of the kernel: data alone where the state has the scale."""
-    data = lax.transpose(lax.bitcast_convert_type(operand.data, operand.dtype), _inverse(operand))
-    if operand.scale is None:
-        return data
-    block = operand.block
-    if block is not None:
-        block = (*(1,) * (data.ndim - len(block)), *block)
-    scale = lax.bitcast_convert_type(operand.scale, np.float32)
-    words = operand.tensor_scale
-    tensor_scale = None if words is None else lax.bitcast_convert_type(words, np.float32)
-    return QuantizedArray(
-        data,
-        scale,
-        block,
-        scale_bits=operand.scale_bits,
-        tensor_scale=tensor_scale,
-        tensor_scale_bits=operand.tensor_scale_bits,
-    )
-
-
-def shape_of(operand: KernelOperand[Array]) -> tuple[int, ...]:
-    """The shape of the kernel."""
-    return tuple(operand.data.shape[axis] for axis in _inverse(operand))
-
-
-def _inverse(operand: KernelOperand[Array]) -> tuple[int, ...]:
-    leading = operand.data.ndim - len(operand.order)
-    return (*range(leading), *(leading + int(axis) for axis in np.argsort(operand.order)))
-
-
-def with_leading_axis(
-    operand: KernelOperand[Any], axes: KernelOperand[Any], size: int, position: int
-) -> KernelOperand[Any]:
-    """The operand with a mapped axis among its leading ones.
-
-    Args:
-        operand: The operand.
-        axes: Where its arrays have the axis; None where they have none.
-        size: The size of the axis.
-        position: Where to move it.
-    """
-    data, scale, tensor_scale = (
-        None if x is None else to_front(x, axis, size, position)
-        for x, axis in (
-            (operand.data, axes.data),
-            (operand.scale, axes.scale),
-            (operand.tensor_scale, axes.tensor_scale),
-        )
-    )
-    return dataclasses.replace(operand, data=data, scale=scale, tensor_scale=tensor_scale)
 
 
 class QuantizedKernel[A](eqx.Module):
@@ -118,15 +29,15 @@ class QuantizedKernel[A](eqx.Module):
         scale_dtype: The dtype of the state that the kernel's scale came from, see `dtype_of_scales`.
     """
 
-    fprop: KernelOperand[A] | None
-    dgrad: KernelOperand[A] | None
+    fprop: StoredArray[A] | None
+    dgrad: StoredArray[A] | None
     measured: A | None
     dtype: np.dtype = eqx.field(static=True)
     exact_scales: bool = eqx.field(static=True)
     contracted: tuple[tuple[int, ...], ...] | None = eqx.field(static=True)
     scale_dtype: np.dtype | None = eqx.field(static=True)
 
-    def operand(self, product: ProductName) -> KernelOperand[A] | None:
+    def operand(self, product: ProductName) -> StoredArray[A] | None:
         """The kernel for a product; None if there is none."""
         return {"fprop": self.fprop, "dgrad": self.dgrad}.get(product)
 
@@ -169,7 +80,7 @@ def require_fit(
             f"{quantized.scale_dtype}: the model was cast afterwards. Cast it before quantize_kernels; "
             "cast_params(model, dtype) leaves FP8 state as it is"
         )
-    quantized_shape = next(shape_of(x) for x in (quantized.fprop, quantized.dgrad) if x is not None)
+    quantized_shape = next(x.shape for x in (quantized.fprop, quantized.dgrad) if x is not None)
     if quantized_shape != shape:
         raise ValueError(
             f"kernel has shape {shape}, but quantize_kernels quantized a kernel of shape {quantized_shape}. It takes "
@@ -229,14 +140,14 @@ def folded(
         kernel_has_axis: Whether the kernel has it.
     """
 
-    def moved(operand: KernelOperand[Any] | None, at: KernelOperand[Any] | None) -> KernelOperand[Any] | None:
+    def moved(operand: StoredArray[Any] | None, at: StoredArray[Any] | None) -> StoredArray[Any] | None:
         if operand is None or at is None or not kernel_has_axis:
             return operand
-        return with_leading_axis(operand, at, size, position)
+        return operand.with_leading_axis(at, size, position)
 
     measured = quantized.measured
     if measured is not None and axes.measured is not None:
         # One state for all of them: it records the largest.
-        measured = words_of(jnp.max(lax.bitcast_convert_type(measured, np.float32), axes.measured))
+        measured = bits_of(jnp.max(lax.bitcast_convert_type(measured, np.float32), axes.measured))
     fprop, dgrad = moved(quantized.fprop, axes.fprop), moved(quantized.dgrad, axes.dgrad)
     return dataclasses.replace(quantized, fprop=fprop, dgrad=dgrad, measured=measured)

@@ -25,6 +25,7 @@ from .._jax.xla import (
     transposed_separately_on_one,
 )
 from .._numerics.quantized_array import QuantizedArray
+from .._numerics.stored_array import StoredArray
 from .._state.record import StateResiduals, in_product, measured_in_product, pack, unpack
 from .._state.table import numbers_of, record_length
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
@@ -41,7 +42,7 @@ from .operands import (
     scales_of,
 )
 from .partition import kept_if_sent
-from .quantized_kernel import KernelOperand, QuantizedKernel
+from .quantized_kernel import QuantizedKernel
 from .spec import KernelResidual, ProductSpec
 
 
@@ -65,7 +66,7 @@ class Residuals(NamedTuple):
     """
 
     input: Array | QuantizedArray
-    kernel: Array | QuantizedArray | KernelOperand[Array]
+    kernel: Array | QuantizedArray | StoredArray[Array]
     record: Array | None
     key: Array | None
     sent_kernel: Array | None = None
@@ -85,7 +86,7 @@ class Residuals(NamedTuple):
         """Input or kernel as quantized for the backward pass."""
         residual = self.input if operand == "input" else self.kernel
         product = spec.recipe.quantized_for[operand, USES[operand][1]]
-        if isinstance(residual, QuantizedArray | KernelOperand) or operand not in spec.residuals_in_high_precision:
+        if isinstance(residual, QuantizedArray | StoredArray) or operand not in spec.residuals_in_high_precision:
             return from_residual(residual, operand, product, scales, spec)
         if operand == "kernel":
             residual = not_kept_from_forward(residual)
@@ -98,7 +99,7 @@ class Residuals(NamedTuple):
 
 def residual_array(residual: Any) -> Any:
     """The array of an operand's residual, with the operand's axes in front; the others may be in another order."""
-    return residual.data if isinstance(residual, QuantizedArray | KernelOperand) else residual
+    return residual.data if isinstance(residual, QuantizedArray | StoredArray) else residual
 
 
 def forward(

@@ -19,7 +19,7 @@ from ..layers.quantized_kernels import require_no_quantized_kernels
 from .checkpoint import AbstractCheckpoint, HostArrays
 from .file import open_equinox, open_file, with_suffix
 from .histories import first_of, fitted, recorded_rows, refusal, rows_as_here
-from .names import Leaf, described, is_rounding_key, is_saved, leaves_of, require_one_each, with_leaves
+from .names import Leaf, described, former_names, is_rounding_key, is_saved, leaves_of, require_one_each, with_leaves
 from .orbax import OrbaxFolder
 from .recipes import Run, differences, is_gradient, op_of, recipes_of, require_microbatches, resized, table_of
 from .report import LoadReport, incomplete, listed, require_fit, require_no_fresh_weights
@@ -127,7 +127,8 @@ def load_into[M](
     leaves = list(leaves_of(model))
     require_one_each((leaf.name for leaf in leaves if is_saved(leaf.value)), "model")
     shown = "the mapping" if isinstance(path, Mapping) else f"path={os.fspath(path)!r}"
-    plans = [_plan(leaf, checkpoint) if is_saved(leaf.value) else _Plan() for leaf in leaves]
+    former = former_names(model)
+    plans = [_plan(leaf, checkpoint, former) if is_saved(leaf.value) else _Plan() for leaf in leaves]
     misfits = {leaf.name: plan.why for leaf, plan in zip(leaves, plans, strict=True) if plan.why and plan.is_misfit}
     require_fit(model, misfits, shown)
     _require_all(leaves, plans)
@@ -217,10 +218,11 @@ class _Plan:
     is_misfit: bool = False
 
 
-def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
+def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint, former: Mapping[str, str]) -> _Plan:
     # In Orbax's folders a list with one array looks like a named array.
     whole, _, last = leaf.name.rpartition(".")
-    name = leaf.name if leaf.name in checkpoint.entries or last != "0" else whole
+    others = former.get(leaf.name), whole if last == "0" else None
+    name = next((name for name in (leaf.name, *others) if name in checkpoint.entries), leaf.name)
     entry, wanted = checkpoint.entries.get(name), described(leaf.value)
     if entry is None:
         return _Plan(why=_MISSING_STATE if leaf.state is not None else "not in the checkpoint")

@@ -10,6 +10,7 @@ import numpy as np
 
 from .._state.op_state import OpState
 from ..layers.checks import holds_optimizer_state
+from ..layers.served import is_served
 from ..layers.walk import path_string
 from ..training.quantized_state import QuantizedState
 
@@ -60,6 +61,21 @@ def with_leaves(tree: Any, values: list[Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(node), [value]) if isinstance(node, hax.NamedArray) else value
 
     return jax.tree.unflatten(structure, [replaced(*pair) for pair in zip(nodes, values, strict=True)])
+
+
+def former_names(tree: Any) -> dict[str, str]:
+    """The names that data and scales of quantized layers had in earlier checkpoints, by those of today.
+
+    Scales of frozen experts have none: their axes were in another order.
+    """
+    former = {}
+    for path, layer in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_served)[0]:
+        if not is_served(layer) or (layer.kernel.has_gradient and layer.described.Experts is not None):
+            continue
+        at = ".".join(filter(None, (path_string(path), "kernel")))
+        for name, before in (("data", "data"), ("scale", "scale"), ("tensor_scale", "unit")):
+            former[f"{at}.stored.{name}"] = f"{at}.{before}"
+    return former
 
 
 def is_saved(value: Any) -> bool:

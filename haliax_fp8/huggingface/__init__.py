@@ -19,11 +19,5 @@ from . import names as names
 from .adapter import export_adapter as export_adapter, import_adapter as import_adapter
 from .architecture import hugging_face_config as hugging_face_config
 from .exporting import ExportReport as ExportReport, export_model as export_model, serving_tensors as serving_tensors
-from .frozen import (
-    FrozenEquinoxLinear as FrozenEquinoxLinear,
-    FrozenLinear as FrozenLinear,
-    FrozenMoELinear as FrozenMoELinear,
-    thaw as thaw,
-)
-from .importing import Weights as Weights, import_model as import_model, load as load
+from .importing import Weights as Weights, import_model as import_model, load as load, thaw as thaw
 from .names import NameMap as NameMap

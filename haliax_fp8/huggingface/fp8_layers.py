@@ -1,26 +1,24 @@
-"""Quantized data and scales of a checkpoint as layers: frozen ones, and those that multiply by them for inference."""
+"""Quantized data and scales of a checkpoint as layers: frozen ones, and those that multiply in FP8 for inference."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
-import jax
 import numpy as np
 
 from .._numerics.formats import FORMATS
+from .._numerics.stored_array import StoredArray
 from ..folders.four_bits import E2M1, packed
 from ..folders.layout import Inputs
 from ..folders.scaled_matrix import ScaledMatrix, Unit, are_exponents
 from ..layers.kernel import axes_of
 from ..layers.quantized_kernels import named_behind
+from ..layers.served import AbstractServedLayer
 from ..recipes.scaling import AbstractScaling, BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling, StaticScaling
+from ..serving.constructors import Constructor, made_for_inference
 from ..serving.kernel import ServedKernel
-from ..serving.layers import ServedEquinoxLinear, ServedLinear, ServedMoELinear
 from ..serving.layout import ServedLayout
-from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear
-from .frozen_kernel import FrozenKernel
 from .model import Leaf, plain, uncopied
 
 
@@ -48,31 +46,19 @@ def _stacked(leaf: Leaf, found: Found) -> tuple[ScaledMatrix, np.ndarray, np.nda
     return first, data, scales, of_inputs
 
 
-def frozen_layer(layer: Any, leaf: Leaf, found: Found) -> Any:
-    """The layer with quantized data and scales instead of its weight.
+def frozen_layer(layer: Any, leaf: Leaf, found: Found, constructors: Mapping[type, Constructor]) -> AbstractServedLayer:
+    """The layer with quantized data and scales instead of its weight, and exact gradients to its inputs.
 
     Args:
         layer: The plain layer.
         leaf: Its weight.
         found: The matrices.
+        constructors: What makes it, by class.
 
     Raises:
-        ValueError: If the class has no frozen form.
+        ValueError: If the class has no such form.
     """
     first, data, scales, of_inputs = _stacked(leaf, found)
-    axes = None
-    if isinstance(leaf.array, hax.NamedArray):
-        experts = leaf.site.kernel.Experts
-        axes = (*leaf.stack, *(() if experts is None else axes_of(experts)))
-
-    def named(array: np.ndarray, *last: str) -> Any:
-        if axes is None:
-            return leaf.sharded(array)
-        sizes = array.shape[array.ndim - len(last) :] if last else ()
-        all_axes = (*axes, *(hax.Axis(name, size) for name, size in zip(last, sizes, strict=True)))
-        template = hax.named(np.zeros([axis.size for axis in all_axes], bool), all_axes)
-        return jax.tree.unflatten(jax.tree.structure(template), [leaf.sharded(array)])
-
     scale, units, divides = _bits(scales), None, False
     if first.data.dtype == E2M1:
         data = packed(data)
@@ -86,44 +72,112 @@ def frozen_layer(layer: Any, leaf: Leaf, found: Found) -> Any:
             of_inputs = 1 / of_inputs if of_inputs is not None and divides else of_inputs
         elif are_exponents(scales):
             scale = (scale >> 23).astype(np.uint8)
-    bits = FrozenKernel(
-        named(data, "fp8_out", "fp8_in"),
-        named(scale, "fp8_rows", "fp8_columns"),
-        None if of_inputs is None else named(_bits(of_inputs)),
-        first.data.dtype,
-        first.block,
-        None if units is None else named(_bits(units)),
-        divides,
-    )
-    match layer:
-        case hnn.Linear():
-            fields: tuple[Any, ...] = (None, layer.bias, layer.In, layer.Out, layer.dot_general, layer._reparam_cls)
-            return FrozenLinear(*fields, kernel=bits)
-        case hnn.MoELinear():
-            fields = (None, layer.bias, layer.Experts, layer.In, layer.Out)
-            return FrozenMoELinear(*fields, use_gmm=layer.use_gmm, kernel=bits)
-        case eqx.nn.Linear():
-            return FrozenEquinoxLinear(layer, bits)
-    raise ValueError(
-        f"{leaf.site.place} is a {type(layer).__name__}, which has no frozen form; import it with "
-        "weights='dequantized', or leave it in high precision in the checkpoint"
+    stored = _stored(leaf, first, data, scale, first.block, tensor_scale=units, divides=divides)
+    return _with_kernel(layer, leaf, constructors, stored, of_inputs, None, None)
+
+
+def _stored(
+    leaf: Leaf,
+    first: ScaledMatrix,
+    data: np.ndarray,
+    scale: np.ndarray,
+    block: tuple[int, int] | None,
+    *,
+    tensor_scale: np.ndarray | None = None,
+    **others: Any,
+) -> StoredArray[hax.NamedArray]:
+    """The bits of matrices `[*leading, out, in]`, named and divided as the layer's weight is.
+
+    Experts are `[experts, in, out]`, as their layers hand them over, and so are their scales; data have the sum last.
+    """
+    (experts, _), swaps = _experts(leaf), _has_inputs_first(leaf)
+    if is_of_blocks := scale.ndim > len(leaf.leading):
+        scale = np.swapaxes(scale, -1, -2) if swaps else scale
+    rank, sides = 2 + experts, None if block is None else (block[::-1] if swaps else block)
+    return StoredArray(
+        _named(leaf, data),
+        _named(leaf, np.ascontiguousarray(scale), transposed=swaps and is_of_blocks),
+        None if tensor_scale is None else _named(leaf, _bits(tensor_scale)),
+        dtype=first.data.dtype,
+        order=(*range(experts), *((rank - 1, rank - 2) if swaps else (rank - 2, rank - 1))),
+        block=None if sides is None else (*(1,) * experts, *sides),
+        **others,
     )
 
 
-def served_layer(layer: Any, leaf: Leaf, found: Found, inputs: Inputs | None, compute_dtype: np.dtype | None) -> Any:
+def _experts(leaf: Leaf) -> tuple[int, int]:
+    """How many axes number experts, and how many are before them."""
+    experts = leaf.site.kernel.Experts
+    number = 0 if experts is None else len(axes_of(experts))
+    return number, len(leaf.leading) - number
+
+
+def _has_inputs_first(leaf: Leaf) -> bool:
+    """Whether the kernel is `[in, out]`: that of experts, and of one's own layers whose weight is."""
+    if leaf.site.kernel.Experts is not None:
+        return True
+    # Haliax's layers flatten several axes into the two of a matrix.
+    if isinstance(leaf.site.node, hnn.Linear):
+        return False
+    *_, outputs, inputs = leaf.order
+    return inputs < outputs
+
+
+def _named(leaf: Leaf, array: np.ndarray, *, transposed: bool = False) -> hax.NamedArray:
+    return named_behind(leaf.sharded(array, transposed=transposed), leaf.stack, _experts(leaf)[1])
+
+
+def _with_kernel(
+    layer: Any,
+    leaf: Leaf,
+    constructors: Mapping[type, Constructor],
+    stored: StoredArray[hax.NamedArray],
+    of_inputs: np.ndarray | None,
+    layout: ServedLayout | None,
+    compute_dtype: np.dtype | None,
+) -> AbstractServedLayer:
+    """The layer with data and scales instead of its weight."""
+    site, (experts, _) = leaf.site, _experts(leaf)
+    if len(leaf.split) != 2 and not isinstance(layer, hnn.Linear):
+        raise ValueError(
+            f"the weight of {site.place} has {len(leaf.split)} axes, and its data and scales are a matrix; {_PLAIN}"
+        )
+    kernel = ServedKernel(
+        stored,
+        None if of_inputs is None else _named(leaf, _bits(of_inputs)),
+        layout,
+        (experts + (0 if _has_inputs_first(leaf) else 1),),
+        compute_dtype,
+        np.dtype(plain(site.kernel.weight).dtype),
+        "scales of the checkpoint",
+        input_bits=24 if of_inputs is None else _significant_bits(of_inputs),
+    )
+    assert site.rule is not None
+    return made_for_inference(str(site.place), site.rule, layer, kernel, constructors, _PLAIN)
+
+
+def served_layer(
+    layer: Any,
+    leaf: Leaf,
+    found: Found,
+    constructors: Mapping[type, Constructor],
+    inputs: Inputs | None,
+    compute_dtype: np.dtype | None,
+) -> AbstractServedLayer:
     """The layer with the kernels of a checkpoint instead of its weight, data and scales as they are.
 
     Args:
         layer: The plain layer.
         leaf: Its weight.
         found: The matrices.
+        constructors: What makes it, by class.
         inputs: How the checkpoint says that inputs are quantized; None if they are not.
         compute_dtype: The dtype that its product computes in, if the layer says so.
 
     Raises:
         ValueError: If no product of this package takes such scales, or the class has no form for inference.
     """
-    path, kernel = str(leaf.site.place), leaf.site.kernel
+    path = str(leaf.site.place)
     first, data, scales, of_inputs = _stacked(leaf, found)
     if first.data.dtype == E2M1:
         raise ValueError(f"{path} is in four bits, and no product for inference takes these; {_OTHERWISE}")
@@ -136,8 +190,7 @@ def served_layer(layer: Any, leaf: Leaf, found: Found, inputs: Inputs | None, co
     if is_static and of_inputs is None:
         raise ValueError(f"the checkpoint says that the input of {path} is static, but has no scale for it")
     of_inputs = of_inputs if is_static else None
-    experts = 0 if kernel.Experts is None else len(axes_of(kernel.Experts))
-    leading, rank = len(leaf.leading) - experts, 2 + experts
+    experts, leading = _experts(leaf)
     scaling = _scaling(path, scales, first, inputs)
     scales = scales[..., :1, :1] if isinstance(scaling, StaticScaling) else scales
     per_expert = False
@@ -164,47 +217,17 @@ def served_layer(layer: Any, leaf: Leaf, found: Found, inputs: Inputs | None, co
             "precision and kernels stored in FP8: import with weights='dequantized' or weights='frozen'"
         )
 
-    # Experts are `[experts, in, out]`, as their layers hand them over, and so are their scales; data have the sum last.
-    def named(array: np.ndarray, *, transposed: bool = False) -> hax.NamedArray:
-        return named_behind(leaf.sharded(array, transposed=transposed), leaf.stack, leading)
-
-    block, ones = None, (1,) * experts
-    if isinstance(scaling, StaticScaling):
-        # One for each layer, or for each expert.
-        stored = scales[..., 0, 0]
-        stored = _bits(stored if per_expert else stored[(..., *(0,) * experts)])
-    else:
-        stored = _bits(np.swapaxes(scales, -1, -2) if experts else scales)
-        if isinstance(scaling, BlockScaling):
-            block = (*ones, scaling.size, scaling.size)
-        elif isinstance(scaling, MXFP8Scaling):
-            block, stored = (*ones, *((32, 1) if experts else (1, 32))), (stored >> 23).astype(np.uint8)
-    served = ServedKernel(
-        named(data),
-        named(stored, transposed=bool(experts)),
-        None if of_inputs is None else named(_bits(of_inputs)),
-        layout,
-        (*range(experts), rank - 1, rank - 2) if experts else (0, 1),
-        (rank - 2,) if experts else (1,),
-        block,
-        _significant_bits(scales),
-        compute_dtype,
-        np.dtype(plain(kernel.weight).dtype),
-        "scales of the checkpoint",
-        input_bits=24 if of_inputs is None else _significant_bits(of_inputs),
-        per_expert=per_expert,
-    )
-    match layer:
-        case hnn.Linear():
-            return ServedLinear.of_matrix(layer, served)
-        case hnn.MoELinear():
-            return ServedMoELinear.of(layer, served)
-        case eqx.nn.Linear():
-            return ServedEquinoxLinear(layer, served)
-    raise ValueError(
-        f"{path} is a {type(layer).__name__}, which has no FP8 form for inference; import it with "
-        "weights='dequantized', and quantize that with serving.quantize_for_inference"
-    )
+    block, bits = None, _bits(scales)
+    match scaling:
+        case StaticScaling():
+            # One for each layer, or for each expert.
+            bits = np.array(bits[..., 0, 0] if per_expert else bits[(..., *(0,) * experts, 0, 0)])
+        case BlockScaling():
+            block = (scaling.size, scaling.size)
+        case MXFP8Scaling():
+            block, bits = (1, 32), (bits >> 23).astype(np.uint8)
+    stored = _stored(leaf, first, data, bits, block, scale_bits=_significant_bits(scales))
+    return _with_kernel(layer, leaf, constructors, stored, of_inputs, layout, compute_dtype)
 
 
 def _served_layout(
@@ -254,6 +277,7 @@ def _powers(scales: np.ndarray) -> bool:
     return bool((np.frexp(scales)[0] == 0.5).all())
 
 
+_PLAIN = "import the checkpoint with weights='dequantized'"
 _OTHERWISE = "import the checkpoint with weights='frozen' or 'dequantized'"
 
 

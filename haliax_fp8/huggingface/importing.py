@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -27,12 +27,14 @@ from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES, Inputs
 from ..folders.scaled_matrix import ScaledMatrix
 from ..folders.tensors import Tensor, Values, tensors_in, with_each_expert
 from ..folders.whole_folder import faults_of_folder
-from ..layers.checks import require_layers
+from ..layers.checks import require_layers, require_model
 from ..layers.config import default_rules
 from ..layers.equinox import rebuilt
 from ..layers.kernel import Kernel
 from ..layers.rule import LayerRule
 from ..models.transformer import Transformer
+from ..serving.constructors import OF_MATRICES, Constructor, constructors_with
+from ..serving.for_inference import dequantize
 from ..serving.unstack import unstacked
 from .architecture import names_of, transformer_of
 from .fp8_layers import frozen_layer, served_layer
@@ -61,6 +63,7 @@ def import_model[M](
     weights: Weights | str = Weights.DEQUANTIZED,
     strict: bool = True,
     rules: tuple[LayerRule, ...] = default_rules,
+    served_layers: Mapping[type, Constructor] | None = None,
     follow_links: bool = False,
     progress: Watcher | None = None,
 ) -> M:
@@ -82,6 +85,7 @@ def import_model[M](
             block after the other, and layers compute in the dtype of the model's parameters.
         strict: Whether a tensor of the checkpoint that the model does not have is an error.
         rules: The rules of the layer classes, as in `Fp8Config`.
+        served_layers: As in `quantize_for_inference`: makes frozen and served layers of your own classes.
         follow_links: As in `check_folder`.
         progress: As in `export_model`.
 
@@ -96,8 +100,11 @@ def import_model[M](
     require_layers(model, "import_model(directory, model)")
     weights = _weights(weights)
     folder = TensorFolder.open(directory, follow_links=follow_links)
-    name_map = names_of(model, names, folder.tensors)
-    return _imported(folder, model, name_map, weights, rules, progress, _OF_IMPORT, strict=strict)
+    name_map, constructors = (
+        names_of(model, names, folder.tensors),
+        constructors_with(served_layers, rules, OF_MATRICES),
+    )
+    return _imported(folder, model, name_map, weights, rules, constructors, progress, _OF_IMPORT, strict=strict)
 
 
 def _weights(weights: "Weights | str") -> Weights:
@@ -114,6 +121,7 @@ def _imported[M](
     name_map: NameMap,
     weights: Weights,
     rules: tuple[LayerRule, ...],
+    constructors: Mapping[type, Constructor],
     progress: Watcher | None,
     remedies: "_Remedies",
     *,
@@ -140,7 +148,7 @@ def _imported[M](
             scales = {name for name in checked.tensors if "scale" in name.rpartition(".")[2]}
             shared = {name_map.to_checkpoint(tensor.name) for tensor in tensors_of(without_sharing(model), rules)}
             checkpoint.refuse_unused(needed | shared | scales)
-        load = lambda site: _loaded(site, checkpoint, weights)
+        load = lambda site: _loaded(site, checkpoint, weights, constructors)
         loaded = map_sites(load, model, rules)
     _use_shared(model, loaded, rules, checkpoint)
     if strict:
@@ -204,14 +212,25 @@ def load(
     model = eqx.filter_eval_shape(lambda key: init(key=key), jax.random.key(0))
     cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype) if _is_floating(x) else x
     model = jax.tree.map(cast, model)
-    return _imported(folder, model, names, _weights(weights), default_rules, progress, _OF_LOAD)
+    return _imported(folder, model, names, _weights(weights), default_rules, OF_MATRICES, progress, _OF_LOAD)
+
+
+def thaw[M](model: M, dtype: DTypeLike = jnp.bfloat16) -> M:
+    """The model with plain layers in place of frozen ones: with weights that can be trained, or merged with adapters.
+
+    Args:
+        model: A model that `import_model` made, or a part of one.
+        dtype: The dtype of these weights.
+    """
+    require_model(model, "thaw(model)")
+    return dequantize(model, dtype)
 
 
 def _is_floating(x: Any) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct | Tensor) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights) -> Any:
+def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, constructors: Mapping[type, Constructor]) -> Any:
     """A layer or an array with the numbers of a checkpoint."""
     if site.is_in_fp8:
         raise ValueError(f"model has a layer in FP8 at {site.place}; pass the plain model that it was imported into")
@@ -233,7 +252,7 @@ def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights) -> Any:
         assert site.rule is not None
         plain_layer = site.rule.with_op(_with(layer, changes), None)
         if weights is Weights.FROZEN:
-            return frozen_layer(plain_layer, leaf, matrices)
+            return frozen_layer(plain_layer, leaf, matrices, constructors)
         inputs = {checkpoint.inputs(name) for name, _ in leaf.tensors()}
         if len(inputs) > 1:
             ways = " and ".join(sorted(map(str, inputs)))
@@ -241,7 +260,8 @@ def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights) -> Any:
                 f"{site.place} has blocks or experts whose inputs are quantized in different ways ({ways}); import the "
                 "checkpoint dequantized, or into a model without stacks"
             )
-        return served_layer(plain_layer, leaf, matrices, inputs.pop(), None if op is None else op.compute_dtype)
+        compute_dtype = None if op is None else op.compute_dtype
+        return served_layer(plain_layer, leaf, matrices, constructors, inputs.pop(), compute_dtype)
     return _with(layer, changes)
 
 

@@ -30,11 +30,9 @@ from ..folders.tensors import Tensor
 from ..layers.kernel import Kernel, axes_of, count
 from ..layers.roles import is_embedding, routers
 from ..layers.rule import LayerRule, OnlyIfNamed, Refused
-from ..layers.served import AbstractServedLayer
+from ..layers.served import AbstractServedLayer, is_served
 from ..layers.state_dict_names import Place, Places
 from ..layers.walk import Pattern, matches, rule_of
-from .frozen import is_frozen
-from .frozen_kernel import FrozenKernel
 
 
 # --- The walk ---------------------------------------------------------------------------------------------------------
@@ -58,8 +56,8 @@ class Site:
 
     @functools.cached_property
     def is_in_fp8(self) -> bool:
-        """Whether it is a layer whose weight is FP8 data and scales, frozen or for inference."""
-        return is_frozen(self.node) or isinstance(self.node, AbstractServedLayer)
+        """Whether it is a layer whose weight is data and scales, frozen or for inference."""
+        return is_served(self.node)
 
     @functools.cached_property
     def kernel(self) -> Kernel:
@@ -248,9 +246,7 @@ def leaves(site: Site) -> list[Leaf]:
     if site.rule is None:
         # Norms have vectors in a checkpoint, whatever their axes.
         return [_of_array(site, "", site.node, 0, flat=isinstance(site.owner, hnn.LayerNorm | hnn.RmsNorm))]
-    if is_frozen(site.node):
-        kernel, found = None, [_of_frozen(site)]
-    elif isinstance(site.node, AbstractServedLayer):
+    if site.is_in_fp8:
         kernel, found = None, [_of_served(site)]
     else:
         kernel = site.kernel.weight
@@ -335,23 +331,15 @@ def _unknown(site: Site, axes: Any) -> ValueError:
 # --- Weights that are in FP8 ------------------------------------------------------------------------------------------
 
 
-def _of_frozen(site: Site) -> Leaf:
-    data, stack = site.node.kernel.data, site.place.stack
-    n = plain(data).ndim - 2
-    names = data.axis_names if isinstance(data, hax.NamedArray) else [axis.name for axis in stack]
-    members = n - (len(names) - 2 if isinstance(data, hax.NamedArray) else len(stack))
-    blocks = [members + names.index(axis.name) if axis.name in names else None for axis in stack]
-    return _leaf(site, "weight", data, tuple(range(n + 2)), n, blocks, 1)
-
-
 def _of_served(site: Site) -> Leaf:
     kernel, stack = site.node.kernel, site.place.stack
     experts, outputs, inputs = _axes_of_served(site.node)
-    data, n = kernel.data, kernel.data.array.ndim - len(kernel.order)
+    stored = kernel.stored
+    data, n = stored.data, stored.leading
     members = data.array.ndim - len(data.axis_names)
     front = data.axis_names[: n - members]
     blocks = [members + front.index(axis.name) if axis.name in front else None for axis in stack]
-    order = (*range(n), *(n + kernel.order.index(axis) for axis in (*experts, *outputs, *inputs)))
+    order = (*range(n), *(n + stored.order.index(axis) for axis in (*experts, *outputs, *inputs)))
     # Its names say nothing but where blocks are.
     return _leaf(site, "weight", data, order, n + len(experts), blocks, len(outputs))
 
@@ -366,56 +354,46 @@ def _axes_of_served(layer: AbstractServedLayer) -> tuple[tuple[int, ...], tuple[
         outputs, inputs = positions(axes_of(described.Out)), positions(axes_of(described.In))
         if len(experts) + len(outputs) + len(inputs) == len(names):
             return experts, outputs, inputs
-    free = tuple(axis for axis in sorted(kernel.order) if axis not in (*kernel.contracted, *experts))
+    free = tuple(axis for axis in sorted(kernel.stored.order) if axis not in (*kernel.contracted, *experts))
     return experts, free, kernel.contracted
 
 
 def fp8_matrix(leaf: Leaf, index: tuple[int, ...]) -> ScaledMatrix:
-    """The FP8 data and scales of one matrix of a frozen layer, or of one for inference.
+    """The data and scales of one matrix of a layer, as they are.
 
     Raises:
         ValueError: If its scales are of blocks that `[out, in]` has no rows and columns for.
     """
     kernel, data = leaf.site.node.kernel, np.ascontiguousarray(leaf.read(index))
-    if isinstance(leaf.site.node, AbstractServedLayer):
-        data, (scale, block) = data.view(kernel.layout.format.dtype), _served_scale(leaf, index)
-    else:
-        return _frozen_matrix(kernel, data, index)
-    inputs = None
-    if kernel.input_scale is not None:
-        inputs = np.asarray(plain(kernel.input_scale))
-        inputs = float(inputs[index[: inputs.ndim]].view(np.float32))
-    return ScaledMatrix(data, scale, block, "FP8 in the model", inputs)
-
-
-def _frozen_matrix(kernel: FrozenKernel, data: np.ndarray, index: tuple[int, ...]) -> ScaledMatrix:
-    scale, unit = np.asarray(plain(kernel.scale))[index], None
-    one = lambda bits: np.asarray(plain(bits))[index].view(np.float32)
-    if kernel.unit is not None:
-        unit = Unit(one(kernel.unit), kernel.divides)
-        scale = unit.scales(scale.view(E4M3))
+    stored, in_four = kernel.stored, kernel.stored.dtype == E2M1
+    bits, block = _served_scale(leaf, index)
+    one = lambda array: np.asarray(array.array)[index[: array.array.ndim]].view(np.float32)
+    unit = None if stored.tensor_scale is None else Unit(one(stored.tensor_scale), stored.divides)
+    scale = _float32(bits) if unit is None else unit.scales(bits.view(E4M3))
     inputs = None if kernel.input_scale is None else float(one(kernel.input_scale))
-    inputs = 1.0 / inputs if inputs is not None and kernel.divides else inputs
-    in_four = kernel.format == E2M1
-    data, origin = unpacked(data) if in_four else data.view(kernel.format), "four bits" if in_four else "FP8"
-    return ScaledMatrix(data, _float32(scale), kernel.block, f"{origin} in the model", inputs, unit)
+    inputs = 1.0 / inputs if inputs is not None and stored.divides else inputs
+    data, origin = (unpacked(data), "four bits") if in_four else (data.view(stored.dtype), "FP8")
+    return ScaledMatrix(data, scale, block, f"{origin} in the model", inputs, unit)
 
 
 def _served_scale(leaf: Leaf, index: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, int]]:
-    kernel, stored = leaf.site.node.kernel, np.asarray(leaf.site.node.kernel.scale.array)
+    """The bits of the scales of one matrix, and the rows and columns of a block."""
+    kernel = leaf.site.node.kernel.stored
+    stored = np.asarray(kernel.scale.array)
     experts, outputs, inputs = _axes_of_served(leaf.site.node)
-    n, (rows, columns) = len(leaf.leading) - len(experts), leaf.shape
+    n, codes = len(leaf.leading) - len(experts), 2 if kernel.dtype == E2M1 else 1
+    split = (*leaf.split[:-1], codes * leaf.split[-1])
     if stored.ndim <= len(leaf.leading):
         # One scale for a layer, or an expert of it.
-        return _float32(stored[index[: stored.ndim]]).reshape(1, 1), (rows, columns)
+        return stored[index[: stored.ndim]].reshape(1, 1), (leaf.shape[0], codes * leaf.shape[1])
     stored = stored.transpose((*range(n), *(n + axis for axis in (*experts, *outputs, *inputs))))
     stored = stored[tuple(min(number, size - 1) for number, size in zip(index, stored.shape, strict=False))]
     halves = []
     for axes, first in ((outputs, 0), (inputs, len(outputs))):
-        counts, sizes = stored.shape[first : first + len(axes)], leaf.split[first : first + len(axes)]
+        counts, sizes = stored.shape[first : first + len(axes)], split[first : first + len(axes)]
         halves.append(_blocks_along(counts, sizes, None if kernel.block is None else kernel.block[axes[-1]]))
     (count_out, height), (count_in, width) = halves
-    return _float32(stored).reshape(count_out, count_in), (height, width)
+    return np.ascontiguousarray(stored).reshape(count_out, count_in), (height, width)
 
 
 def _blocks_along(counts: tuple[int, ...], sizes: tuple[int, ...], block: int | None) -> tuple[int, int]:
@@ -488,8 +466,7 @@ def _tensor(leaf: Leaf, name: str, index: tuple[int, ...], dtype: np.dtype | Non
     site = leaf.site
     own = np.dtype(plain(leaf.array).dtype)
     if site.is_in_fp8 and leaf.is_kernel:
-        kernel = site.node.kernel
-        kind = np.dtype(kernel.layout.format.dtype if isinstance(site.node, AbstractServedLayer) else kernel.format)
+        kind = site.node.kernel.stored.dtype
         matrix = functools.partial(fp8_matrix, leaf, index)
         shape = (leaf.shape[0], 2 * leaf.shape[1]) if kind == E2M1 else leaf.shape
         return Tensor(name, shape, kind, matrix, layer=site.node, index=index, is_chosen=is_chosen)

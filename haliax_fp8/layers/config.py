@@ -19,12 +19,12 @@ from .equinox import EquinoxLinear
 from .haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
 from .only_where_faster import FasterOn
 from .rule import LayerRule, Refused
-from .served import QuantizedLayers
+from .served import ServedLayers
 from .walk import Pattern, Targets, as_patterns
 
 
 default_rules: tuple[LayerRule, ...] = (
-    QuantizedLayers(),
+    ServedLayers(),
     HaliaxLinear(),
     HaliaxMoELinear(),
     HaliaxEmbedding(),

@@ -30,7 +30,7 @@ from .convert import Decision, decide
 from .description import NOT_YET, LayerDescription, ModelDescription
 from .only_where_faster import FasterOn
 from .rule import LayerRule, OnlyIfNamed
-from .served import AbstractQuantizedLayer
+from .served import is_served
 from .walk import STACKED, all_ops, find_layers, find_layers_and_ops, is_op, map_layers_in_stacks, path_string, rule_of
 
 
@@ -156,7 +156,7 @@ def _of_layer(decision: Decision, reason: str | None, uncalled: str | None) -> t
     layer, rule = decision.layer, decision.rule
     if (op := rule.op(layer)) is not None:
         return op.recipe, _of_op(op, uncalled)
-    if isinstance(layer, AbstractQuantizedLayer):
+    if is_served(layer):
         kernel, stored = layer.kernel, layer.kernel.storage.name
         if kernel.recipe is None:
             return None, {"reason": f"stored in {stored}, {kernel.text}", "stored": stored}

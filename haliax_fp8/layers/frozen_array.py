@@ -4,11 +4,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array
 
+from .._numerics.stored_array import array_of, bits_of
 from .._state.op_state import is_state
 
 
@@ -26,8 +25,7 @@ class FrozenArray(eqx.Module):
     @staticmethod
     def of(array: Any) -> "FrozenArray":
         """The bits of an array."""
-        parts = jnp.stack([array.real, array.imag], axis=-1) if jnp.iscomplexobj(array) else array
-        return FrozenArray(lax.bitcast_convert_type(parts, f"uint{8 * parts.dtype.itemsize}"), np.dtype(array.dtype))
+        return FrozenArray(bits_of(array), np.dtype(array.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,10 +35,7 @@ class FrozenArray(eqx.Module):
     @property
     def array(self) -> Array:
         """The array."""
-        if self.dtype.kind != "c":
-            return lax.bitcast_convert_type(self.bits, self.dtype)
-        parts = lax.bitcast_convert_type(self.bits, f"float{4 * self.dtype.itemsize}")
-        return lax.complex(parts[..., 0], parts[..., 1])
+        return array_of(self.bits, self.dtype)
 
 
 def frozen(leaf: Any) -> Any:

@@ -1,6 +1,7 @@
 """Serving: models for inference with FP8 weights, which compute the same numbers as in training."""
 
-from .for_inference import dequantize as dequantize, quantize_for_inference as quantize_for_inference
+from .._numerics.stored_array import StoredArray as StoredArray
+from .for_inference import dequantize as dequantize, freeze as freeze, quantize_for_inference as quantize_for_inference
 from .kernel import ServedKernel as ServedKernel
 from .layers import (
     ServedEmbedding as ServedEmbedding,

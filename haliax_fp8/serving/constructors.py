@@ -16,20 +16,32 @@ from .layers import ServedEmbedding, ServedEquinoxLinear, ServedLinear, ServedMo
 type Constructor = Callable[[Any, ServedKernel], AbstractServedLayer]
 """Makes the layer for inference from a layer, converted or not, and the kernel that replaces its weight."""
 
-_BUILT_IN: dict[type, Constructor] = {
+BUILT_IN: Mapping[type, Constructor] = {
     hnn.Linear: ServedLinear.of,
     hnn.MoELinear: ServedMoELinear.of,
     hnn.Embedding: ServedEmbedding.of,
     eqx.nn.Linear: ServedEquinoxLinear,
 }
 
+OF_MATRICES: Mapping[type, Constructor] = {
+    hnn.Linear: ServedLinear.of_matrix,
+    hnn.MoELinear: ServedMoELinear.of,
+    eqx.nn.Linear: ServedEquinoxLinear,
+}
+"""For the matrices of a checkpoint."""
 
-def constructors_with(own: Mapping[type, Constructor] | None, rules: tuple[LayerRule, ...]) -> dict[type, Constructor]:
+
+def constructors_with(
+    own: Mapping[type, Constructor] | None,
+    rules: tuple[LayerRule, ...],
+    built_in: Mapping[type, Constructor] = BUILT_IN,
+) -> dict[type, Constructor]:
     """The constructors by class: the built-in ones, and a user's, which take precedence.
 
     Args:
         own: The user's argument `served_layers`; None for no classes.
         rules: The rules of the layer classes.
+        built_in: The constructors of other classes.
 
     Raises:
         ValueError: If `own` is not a mapping from classes to functions, or no rule matches one of the classes.
@@ -46,13 +58,18 @@ def constructors_with(own: Mapping[type, Constructor] | None, rules: tuple[Layer
                 f"served_layers names {cls.__name__}, but no rule matches that class; pass its LayerRule too, as in "
                 "rules=(MyRule(), *default_rules)"
             )
-    return {**_BUILT_IN, **own}
+    return {**built_in, **own}
 
 
 def made_for_inference(
-    path: str, rule: LayerRule, layer: Any, kernel: ServedKernel, constructors: Mapping[type, Constructor]
+    path: str,
+    rule: LayerRule,
+    layer: Any,
+    kernel: ServedKernel,
+    constructors: Mapping[type, Constructor],
+    otherwise: str = "exclude the layer",
 ) -> AbstractServedLayer:
-    """The layer for inference of one layer, by the constructor of its class, or of the nearest one that it extends.
+    """The quantized layer in place of one, by the constructor of its class, or of the nearest one that it extends.
 
     Args:
         path: Its path, for errors.
@@ -60,6 +77,7 @@ def made_for_inference(
         layer: The layer, converted or not.
         kernel: Its weight, quantized.
         constructors: The constructors by class.
+        otherwise: What else to do about a class without one.
 
     Raises:
         ValueError: If the class has no constructor; or if the constructor does not accept a layer and a kernel, or does
@@ -69,9 +87,9 @@ def made_for_inference(
     of = next((cls for cls in own.__mro__ if cls in constructors and issubclass(cls, rule.layer_type)), None)
     if of is None:
         raise ValueError(
-            f"{name} is a {own.__name__}, which has no form for inference: give quantize_for_inference a function that "
-            f"makes it, as in served_layers={{{own.__name__}: make}}, where make(layer, kernel) returns an "
-            "AbstractServedLayer that multiplies with kernel.dot_general(...); or exclude the layer"
+            f"{name} is a {own.__name__}, which has no form with data and scales: pass a function that makes it, "
+            f"served_layers={{{own.__name__}: make}}, where make(layer, kernel) returns an AbstractServedLayer that "
+            f"multiplies with kernel.dot_general(...); or {otherwise}"
         )
     try:
         inspect.signature(constructors[of]).bind(layer, kernel)

@@ -1,8 +1,10 @@
 """quantize_for_inference: a model with FP8 weights and without its training state; and the way back."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 from jaxtyping import DTypeLike
@@ -13,7 +15,7 @@ from ..layers.checks import check_not_modified, require_layers, require_model
 from ..layers.config import default_rules
 from ..layers.roles import routers, sharing
 from ..layers.rule import LayerRule
-from ..layers.served import AbstractServedLayer
+from ..layers.served import is_served
 from ..layers.walk import (
     Targets,
     as_patterns,
@@ -28,7 +30,7 @@ from ..models.adapters import require_merged
 from .constructors import Constructor, constructors_with, made_for_inference
 from .layout import LayoutLike, as_layout
 from .of_training import served_kernel
-from .unstack import unstacked
+from .unstack import holds_served, unstacked
 
 
 def quantize_for_inference[M](
@@ -102,7 +104,7 @@ def quantize_for_inference[M](
 
     def quantized(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
         rule = rule_of(layer, rules)
-        if isinstance(layer, AbstractServedLayer):
+        if is_served(layer):
             return layer
         if path not in selected:
             return layer if rule.op(layer) is None else rule.with_op(layer, None)
@@ -122,7 +124,7 @@ def dequantize[M](model: M, dtype: DTypeLike = "float32") -> M:
     """The model with plain layers whose weights are `data * scale`: exact in float32, rounded once in other dtypes.
 
     Args:
-        model: A model made by `quantize_for_inference`.
+        model: A model made by `quantize_for_inference` or `import_model`, or a part of one.
         dtype: The dtype of these weights.
 
     Example:
@@ -131,8 +133,41 @@ def dequantize[M](model: M, dtype: DTypeLike = "float32") -> M:
         (<class 'equinox.nn._linear.Linear'>, dtype('float32'))
     """
     require_model(model, "dequantize(model)")
-    is_served = lambda node: isinstance(node, AbstractServedLayer)
     return jax.tree.map(lambda node: node.dequantized(dtype) if is_served(node) else node, model, is_leaf=is_served)
+
+
+def freeze[M](model: M) -> M:
+    """The model with its layers for inference frozen: a base for adapters, without a folder.
+
+    Data and scales stay. Layers multiply by `data * scale` in the dtype of their inputs, with gradients to these.
+
+    Args:
+        model: A model made by `quantize_for_inference`, or by `import_model` with `weights="served"`.
+
+    Raises:
+        ValueError: If no layer is quantized.
+
+    Example:
+        >>> from haliax_fp8.models import add_lora
+        >>> served = quantize_for_inference(eqx.nn.MLP(64, 8, 64, 2, key=jax.random.key(0)), "FP8_DYNAMIC")
+        >>> adapted = add_lora(freeze(served), rank=4, key=jax.random.key(1))
+        >>> jax.eval_shape(jax.grad(lambda x: adapted(x).sum()), jnp.ones(64)).shape
+        (64,)
+    """
+    require_model(model, "freeze(model)")
+    if not holds_served(model):
+        raise ValueError(
+            "model has no quantized layer to freeze; quantize it first: freeze(quantize_for_inference(model, "
+            "'FP8_DYNAMIC'))"
+        )
+
+    def frozen(node: Any) -> Any:
+        if not is_served(node):
+            return node
+        kernel = dataclasses.replace(node.kernel, layout=None, compute_dtype=None)
+        return eqx.tree_at(lambda layer: layer.kernel, node, kernel)
+
+    return jax.tree.map(frozen, model, is_leaf=is_served)
 
 
 def _elements(weight: Any) -> int:

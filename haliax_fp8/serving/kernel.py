@@ -1,4 +1,4 @@
-"""ServedKernel: FP8 data and scales, with which a layer multiplies in place of a weight."""
+"""ServedKernel: data and scales, with which a layer multiplies in place of a weight."""
 
 import equinox as eqx
 import haliax as hax
@@ -10,8 +10,9 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from .._jax.meshes import explicit_axes_of, sharding_of_product, with_automatic_axes
-from .._numerics.formats import Format
+from .._numerics.formats import E2M1, FORMATS, Format
 from .._numerics.quantized_array import QuantizedArray
+from .._numerics.stored_array import StoredArray
 from .._product.arguments import precision_of
 from .._product.contraction import AbstractContraction, DotContraction
 from .._product.dimensions import DimensionNumbers
@@ -19,88 +20,81 @@ from .._product.grouped.contraction import RaggedContraction
 from .._product.grouped.implementation import implementation_for
 from ..recipes.recipe import SCALE_BITS, Recipe
 from ..recipes.scaling import StaticScaling
-from ..recipes.scaling.block import power_of_two
 from .layout import ServedLayout
 from .product import ServedProduct, served_product
 
 
 class ServedKernel(eqx.Module):
-    """A kernel for products in inference: one byte per weight, and scales.
+    """A kernel whose weight is data and scales, which never change; one byte per weight, or half of one.
+
+    With a `layout` it multiplies in FP8, for inference: bit for bit as in training, and without gradients. Without one
+    the weight is computed from data and scales in each product, in the dtype of the input, and once more for the
+    backward pass: gradients reach the input as those of a plain layer.
 
     Its arrays have the axes of ensembles and stacks first, named so that Haliax can divide them. They hold bits as
     integers: no optimizer treats them as parameters, and casting the model to another dtype leaves them alone.
 
     Args:
-        data: The bits of the rounded weights, with the summed axes last.
-        scale: The bits of float32 scales, in the kernel's order of axes; for MXFP8 the exponents, E8M0.
-        input_scale: The bits of the stored scale of the input; None if the layout has none.
-        layout: How kernel and inputs are quantized.
-        order: For each axis of the data, the axis of the kernel that it is.
+        stored: Data and scales, with the summed axes last.
+        input_scale: The bits of the stored scale of the input; None if there is none. With one more axis than ensembles
+            and stacks, each expert has one scale for its kernel and one for its input.
+        layout: How kernel and inputs are quantized; None if products are in high precision.
         contracted: The axes of the kernel that its product sums over.
-        block: The shape of a block, see `QuantizedArray`.
-        scale_bits: See `QuantizedArray`.
         compute_dtype: The dtype that input and output are rounded to around the product; None leaves them unchanged.
         dtype: The dtype of the weight.
         origin: Where the scales come from, in words.
         input_bits: The number of significant bits of the stored input scale; None if the same as in training.
-        per_expert: Whether each expert has one scale for its kernel and one for its input, along a last axis of both.
     """
 
-    data: hax.NamedArray
-    scale: hax.NamedArray
+    stored: StoredArray[hax.NamedArray]
     input_scale: hax.NamedArray | None
-    layout: ServedLayout = eqx.field(static=True)
-    order: tuple[int, ...] = eqx.field(static=True)
+    layout: ServedLayout | None = eqx.field(static=True)
     contracted: tuple[int, ...] = eqx.field(static=True)
-    block: tuple[int, ...] | None = eqx.field(static=True)
-    scale_bits: int = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
     origin: str = eqx.field(static=True)
     input_bits: int | None = eqx.field(static=True, default=None)
-    per_expert: bool = eqx.field(static=True, default=False)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether gradients reach the input."""
+        return self.layout is None
 
     @property
     def text(self) -> str:
-        """The layout, and where its scales come from."""
+        """The layout, and where its scales come from; or that it is frozen."""
+        if self.layout is None:
+            return "frozen"
         return f"for inference: {self.layout}, {self.origin}"
 
     @property
     def storage(self) -> Format:
         """The format of the data."""
-        return self.layout.format
+        return {**FORMATS, E2M1.dtype: E2M1}[self.stored.dtype]
 
     @property
     def recipe(self) -> Recipe | None:
         """The recipe of its product; None if inputs are in high precision."""
-        return self.layout.recipe
+        return None if self.layout is None else self.layout.recipe
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether each expert has a scale of its input."""
+        return self.input_scale is not None and self.input_scale.array.ndim > self.stored.leading
 
     @property
     def bytes(self) -> int:
         """The size of data and scales."""
-        arrays = (self.data.array, self.scale.array, *([] if self.input_scale is None else [self.input_scale.array]))
-        return sum(x.size * x.dtype.itemsize for x in arrays)
+        return self.stored.bytes + (0 if self.input_scale is None else self.input_scale.array.nbytes)
 
     @property
     def quantized(self) -> QuantizedArray:
         """Data and scales in the kernel's order of axes, after the axes of ensembles and stacks."""
-        data, scale = lax.bitcast_convert_type(self.data.array, self.layout.format.dtype), self.scale.array
-        if scale.dtype == jnp.uint8:
-            scale = power_of_two(scale.astype(jnp.int32))
-        else:
-            scale = lax.bitcast_convert_type(scale, jnp.float32)
-        leading = data.ndim - len(self.order)
-        inverse = tuple(leading + int(axis) for axis in np.argsort(self.order))
-        if inverse != tuple(range(leading, data.ndim)):
-            data = lax.transpose(data, (*range(leading), *inverse))
-        if scale.ndim == leading + self.per_expert and scale.ndim:
-            scale = scale.reshape(*scale.shape, *(1,) * (len(self.order) - self.per_expert))
-        block = None if self.block is None else (*(1,) * leading, *self.block)
-        return QuantizedArray(data, scale, block, scale_bits=self.scale_bits)
+        return self.stored.quantized
 
     def values(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """`data * scale`, computed in float32 and rounded to a dtype, in the kernel's order of axes."""
-        return self.quantized.dequantize().astype(dtype)
+        return self.stored.values(dtype)
 
     def dot_general(
         self,
@@ -109,6 +103,8 @@ class ServedKernel(eqx.Module):
         preferred_element_type: DTypeLike | None = None,
     ) -> Float[Array, "..."]:
         """Multiplies an input as `lax.dot_general(input, kernel, dimension_numbers)` would.
+
+        Frozen, by the weight in the dtype of the input.
 
         Args:
             input: The input, the first operand.
@@ -121,12 +117,15 @@ class ServedKernel(eqx.Module):
         Returns:
             The product; axes in the order batch, free of input, free of kernel.
         """
-        kernel = self._of_one_layer()
+        self._require_one_layer()
+        out_dtype = None if preferred_element_type is None else np.dtype(preferred_element_type)
+        if self.has_gradient:
+            return _by_weight(self, input, dimension_numbers, out_dtype)
+        kernel = self.quantized
         contraction = DotContraction.of(dimension_numbers, None, input.shape, kernel.data.shape)
         sharding = None
         if any(map(explicit_axes_of, (input, kernel.data, jax.sharding.get_abstract_mesh()))):
             sharding = sharding_of_product(input, kernel.data.astype(input.dtype), contraction.dimensions.numbers, None)
-        out_dtype = None if preferred_element_type is None else np.dtype(preferred_element_type)
         return self._multiply(input, kernel, (), contraction, out_dtype, sharding)
 
     def ragged_dot(
@@ -141,19 +140,19 @@ class ServedKernel(eqx.Module):
         Raises:
             ValueError: If the device has no grouped product in FP8 for the layout.
         """
-        recipe = self.layout.recipe
-        assert recipe is not None
+        self._require_one_layer()
+        if (recipe := self.recipe) is None:
+            return _rows_by_weight(self, rows, group_sizes)
         implementation = implementation_for(recipe, allow_dense=False)
         contraction = RaggedContraction(implementation=implementation, state_per_group=self.per_expert)
-        return self._multiply(rows, self._of_one_layer(), (group_sizes,), contraction)
+        return self._multiply(rows, self.quantized, (group_sizes,), contraction)
 
-    def _of_one_layer(self) -> QuantizedArray:
-        if self.data.array.ndim != len(self.order):
+    def _require_one_layer(self) -> None:
+        if (extra := self.stored.leading) != 0:
             raise ValueError(
-                f"a kernel of shape {self.data.array.shape} was called with {self.data.array.ndim - len(self.order)} "
-                "extra axes of a stack or an ensemble; call it in a scan or under vmap"
+                f"a kernel of shape {self.stored.data.array.shape} was called with {extra} extra axes of a stack or an "
+                "ensemble; call it in a scan or under vmap"
             )
-        return self.quantized
 
     def result_dtype(self, input: Float[Array, "..."]) -> np.dtype:
         """The dtype that an input and the weight promote to."""
@@ -174,6 +173,7 @@ class ServedKernel(eqx.Module):
         bits = self.input_bits
         if bits is None:
             bits = 24 if computed_in != jnp.bfloat16 else SCALE_BITS["input"]
+        assert self.layout is not None
         spec = ServedProduct(self.layout, contraction, self.compute_dtype, out_dtype, bits, precision_of(None))
         scale = None
         if self.input_scale is not None:
@@ -189,6 +189,7 @@ class ServedKernel(eqx.Module):
 
     def _require_fit(self, contraction: AbstractContraction, computed_in: np.dtype, dtype: np.dtype) -> None:
         axes = contraction.contracted("fprop")[1]
+        assert self.layout is not None
         per_axis = self.layout.kernel.per_axis
         if per_axis and (set(axes), axes[-1:]) != (set(self.contracted), self.contracted[-1:]):
             raise ValueError(
@@ -205,3 +206,15 @@ class ServedKernel(eqx.Module):
                 "differ: cast the model to the dtype of its inputs before quantize_for_inference, with "
                 "cast_params, or convert it with fp8_linear_layers(model, compute_dtype=...)"
             )
+
+
+# The backward pass makes the weight again, so that only data and scales are kept.
+@eqx.filter_checkpoint
+def _by_weight(kernel: ServedKernel, input: Array, numbers: DimensionNumbers, out_dtype: np.dtype | None) -> Array:
+    weight = kernel.values(input.dtype)
+    return lax.dot_general(input, weight, numbers, preferred_element_type=out_dtype)
+
+
+@eqx.filter_checkpoint
+def _rows_by_weight(kernel: ServedKernel, rows: Array, group_sizes: Array) -> Array:
+    return lax.ragged_dot(rows, kernel.values(rows.dtype), group_sizes)

@@ -1,4 +1,4 @@
-"""Served layers: Haliax's and Equinox's layers with an FP8 kernel in place of the weight."""
+"""Layers with data and scales in place of the weight: for inference, or as the frozen base of adapters."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from .kernel import ServedKernel
 from .named import apart, in_order, named_product, weight_of
 
 
-# In place of the plain layer's weight, as in frozen layers.
+# In place of the plain layer's weight.
 _NO_WEIGHT: Any = None
 
 # The axes of a matrix into which a layer's several output and input axes are flattened.
@@ -30,7 +30,7 @@ _AS_ONE = ("fp8_out", "fp8_in")
 
 
 class ServedLinear(AbstractServedLayer, hnn.Linear):
-    """A `haliax.nn.Linear` in FP8 for inference. Made by `quantize_for_inference`.
+    """A `haliax.nn.Linear` whose weight is data and scales. Made by `quantize_for_inference` and `import_model`.
 
     Args:
         kernel: The weight, with muP's factor multiplied in; `weight` itself is empty.
@@ -68,9 +68,8 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
         if len(axes_of(layer.Out)) != 1 or len(axes_of(layer.In)) != 1:
             sizes = (math.prod(axis.size for axis in axes_of(part)) for part in (layer.Out, layer.In))
             axes = tuple(hax.Axis(name, size) for name, size in zip(_AS_ONE, sizes, strict=True))
-        return dataclasses.replace(ServedLinear.of(layer, kernel), axes=axes)
+        return dataclasses.replace(ServedLinear.of(layer, kernel), axes=axes, dot_general=layer.dot_general)
 
-    @jax.named_scope(SERVED_LINEAR)
     def __call__(self, inputs: hax.NamedArray, *, key: Any = None) -> hax.NamedArray:
         """Maps `In` to `Out`.
 
@@ -79,6 +78,10 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
             key: Not used.
         """
         del key
+        return dequantized_call(self, inputs) if self.kernel.has_gradient else self._in_fp8(inputs)
+
+    @jax.named_scope(SERVED_LINEAR)
+    def _in_fp8(self, inputs: hax.NamedArray) -> hax.NamedArray:
         if self._multiplies_as_one:
             inputs = (
                 inputs.flatten_axes(self.In, _AS_ONE[1]) if axes_of(self.In) else inputs.broadcast_axis(self.axes[1])
@@ -95,9 +98,8 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
         return Kernel(None, self.In, self.Out)
 
     def dequantized(self, dtype: DTypeLike) -> hnn.Linear:
-        weight = weight_of(self.kernel, self.axes, dtype, float(self.reparam.active_scale))
-        if self._multiplies_as_one:
-            weight = apart(apart(weight, self.axes[0], self.Out), self.axes[1], self.In)
+        axes = (*axes_of(self.Out), *axes_of(self.In)) if self._multiplies_as_one else self.axes
+        weight = weight_of(self.kernel, axes, dtype, float(self.reparam.active_scale))
         return hnn.Linear(weight, self.bias, self.In, self.Out, self.dot_general, self._reparam_cls)
 
     @property
@@ -144,7 +146,7 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
         kernel = self.kernel.quantized
         if kernel.scale.ndim and kernel.scale.shape[1:] != (1,) * (kernel.scale.ndim - 1):
             raise ValueError(
-                f"an embedding has block scales, {self.kernel.layout}, so its rows cannot be looked up; exclude it, "
+                f"an embedding has block scales, {self.kernel.text}, so its rows cannot be looked up; exclude it, "
                 "or choose a layout with one scale for each row, such as 'FP8_DYNAMIC'"
             )
         rows = hax.named(kernel.data, self.axes).take(self.Vocab, input_ids)
@@ -180,7 +182,7 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
 
 
 class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
-    """A `haliax.nn.MoELinear` in FP8 for inference.
+    """A `haliax.nn.MoELinear` whose experts are data and scales.
 
     Args:
         kernel: The kernels of all experts; `weight` itself is empty.
@@ -213,7 +215,6 @@ class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
             weight_axes=in_order(layer.weight, axes),
         )
 
-    @jax.named_scope("served_moe_linear")
     def __call__(self, inputs: hax.NamedArray, group_sizes: hax.NamedArray, *, key: Any = None) -> hax.NamedArray:
         """Multiplies each expert's rows by its kernel; rows beyond the last group give 0.
 
@@ -223,6 +224,12 @@ class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
             key: Not used.
         """
         del key
+        if self.kernel.has_gradient:
+            return dequantized_call(self, inputs, group_sizes)
+        return self._in_fp8(inputs, group_sizes)
+
+    @jax.named_scope("served_moe_linear")
+    def _in_fp8(self, inputs: hax.NamedArray, group_sizes: hax.NamedArray) -> hax.NamedArray:
         rows = hax.axis.without_axes(inputs.axes, self.In)
         if len(rows) != 1:
             raise ValueError(f"inputs have axes {inputs.axes}; flatten all but {self.In.name!r} into one axis of rows")
@@ -245,7 +252,7 @@ class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
 
 
 class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
-    """An `eqx.nn.Linear` in FP8 for inference.
+    """An `eqx.nn.Linear` whose weight is data and scales.
 
     Args:
         linear: The layer that provides all other fields.
@@ -260,7 +267,6 @@ class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
         self.weight: Any = None
         self.kernel = kernel
 
-    @jax.named_scope(SERVED_LINEAR)
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """`weight @ x + bias` for one example; `jax.vmap` over a batch is one product.
 
@@ -269,6 +275,10 @@ class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
             key: Not used.
         """
         del key
+        return dequantized_call(self, x) if self.kernel.has_gradient else self._in_fp8(x)
+
+    @jax.named_scope(SERVED_LINEAR)
+    def _in_fp8(self, x: Array) -> Array:
         if self.in_features == "scalar":
             x = jnp.broadcast_to(x, (1,))
         x = self.kernel.dot_general(x, (((0,), (1,)), ((), ())), self.kernel.result_dtype(x))
@@ -285,8 +295,23 @@ class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
         return plain_linear(self, weight=self.kernel.values(dtype))
 
 
+# A new function for each call would be traced again for each layer.
+@eqx.filter_checkpoint
+def dequantized_call(layer: AbstractServedLayer, inputs: Any, *others: Any) -> Any:
+    """What the plain layer computes, with the weight in the dtype of the inputs.
+
+    The backward pass makes the weight again, so that only data and scales are kept.
+
+    Args:
+        layer: The layer.
+        inputs: Its inputs.
+        *others: What else it is called with.
+    """
+    return layer.dequantized(inputs.dtype)(inputs, *others)
+
+
 def _no_state_dict(prefix: str | None) -> ValueError:
     return ValueError(
-        f"a state dict was loaded into {prefix or 'a layer'}, whose kernel is in FP8 for inference: load it into the "
+        f"a state dict was loaded into {prefix or 'a layer'}, whose weight is data and scales: load it into the "
         "plain model, then quantize that"
     )

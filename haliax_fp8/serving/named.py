@@ -65,13 +65,15 @@ def weight_of(kernel: ServedKernel, axes: tuple[hax.Axis, ...], dtype: DTypeLike
 
     Args:
         kernel: The weight.
-        axes: The axes of the kernel.
+        axes: The axes of the weight, in the order of the kernel's.
         dtype: The dtype of the result.
         factor: The layer's factor.
     """
-    values = kernel.values(jnp.float32)
+    values, stored = kernel.values(jnp.float32), kernel.stored
     values = (values if factor == 1.0 else values / factor).astype(dtype)
-    stack = kernel.data.axis_names[: len(kernel.data.axis_names) - len(axes)]
+    # A matrix of a checkpoint has several axes as one.
+    values = values.reshape(*values.shape[: stored.leading], *(axis.size for axis in axes))
+    stack = stored.data.axis_names[: len(stored.data.axis_names) - len(stored.order)]
     names = (*stack, *(axis.name for axis in axes))
     # As a tree: names do not include the axes of ensembles.
     template = hax.named(np.zeros((1,) * len(names)), names)

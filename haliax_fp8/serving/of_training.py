@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from .._jax.max_grad import to_float32
 from .._numerics.quantized_array import QuantizedArray
+from .._numerics.stored_array import StoredArray, bits_of
 from .._op import Fp8DotGeneral
 from .._product.blocks import exponent_of
 from .._product.grouped.contraction import RaggedContraction
@@ -88,20 +89,17 @@ def served_kernel(
     if order != tuple(range(ndim)):
         data = jnp.transpose(data, (*range(bound.leading), *(bound.leading + axis for axis in order)))
     named = functools.partial(named_behind, stack=bound.stack, leading=bound.leading)
-    return ServedKernel(
-        named(lax.bitcast_convert_type(data, jnp.uint8)),
+    stored = StoredArray(
+        named(bits_of(data)),
         _named_scale(quantized, bound, layout, per_expert=per_expert),
-        None if input_scale is None else named(lax.bitcast_convert_type(input_scale, jnp.uint32)),
-        layout,
-        order,
-        contracted,
-        None if quantized.block is None else quantized.block[bound.leading :],
-        quantized.scale_bits,
-        compute_dtype,
-        np.dtype(bound.array.dtype),
-        _origin(layout),
-        per_expert=per_expert,
+        dtype=np.dtype(data.dtype),
+        order=order,
+        block=None if quantized.block is None else quantized.block[bound.leading :],
+        scale_bits=quantized.scale_bits,
     )
+    input_bits = None if input_scale is None else named(bits_of(input_scale))
+    dtype = np.dtype(bound.array.dtype)
+    return ServedKernel(stored, input_bits, layout, contracted, compute_dtype, dtype, _origin(layout))
 
 
 def _named_scale(
@@ -116,7 +114,7 @@ def _named_scale(
     if isinstance(layout.kernel, MXFP8Scaling):
         scale = exponent_of(scale)
     else:
-        scale = lax.bitcast_convert_type(scale, jnp.uint32)
+        scale = bits_of(scale)
     return named_behind(scale, bound.stack, bound.leading)
 
 

@@ -44,6 +44,7 @@ from haliax_fp8.recipes import (
     Quantization,
     StaticScaling,
 )
+from haliax_fp8.serving import freeze, quantize_for_inference
 
 
 Embed, Heads, Size, Key = hax.make_axes(embed=8, heads=2, size=3, key=4)
@@ -1177,3 +1178,29 @@ def test_wrong_arguments_of_save_and_files_of_other_trees(tmp_path):
     with pytest.raises(ValueError, match="was changed by something other"):
         save(tmp_path / "moved.safetensors", moved)
     assert not (tmp_path / "moved.safetensors").exists()
+
+
+def test_frozen_layers_under_their_former_names(tmp_path):
+    """Data and scales were the kernel's; those of experts, whose order was another, stay as the model has them."""
+    Experts, In, Out = hax.make_axes(experts=2, inputs=32, outputs=64)
+    plain = {
+        "up": eqx.nn.Linear(32, 64, key=jax.random.key(0)),
+        "down": hnn.Linear.init(Out, In, key=jax.random.key(1)),
+    }
+    export_model(plain, tmp_path / "folder", "NVFP4A16")
+    model = import_model(tmp_path / "folder", plain, weights="frozen")
+    before = {"up.kernel.stored.tensor_scale": "up.kernel.unit", "down.kernel.stored.tensor_scale": "down.kernel.unit"}
+    arrays = {name: np.asarray(x) for name, x in arrays_of(model).items()}
+    old = {before.get(name, name.replace(".stored.", ".")): x for name, x in arrays.items()}
+    assert {"up.kernel.data", "up.kernel.scale", "down.kernel.unit", "down.bias"} <= set(old)
+    safetensors.numpy.save_file(old, tmp_path / "old.safetensors")
+    zeros = jax.tree.map(jnp.zeros_like, model)
+    loaded, report = load_into(zeros, tmp_path / "old.safetensors", strict=True)
+    assert bool(eqx.tree_equal(loaded, model)) and report.is_complete
+
+    experts = freeze(
+        quantize_for_inference({"up": hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(2))}, "FP8_DYNAMIC")
+    )
+    old = {name.replace(".stored.", "."): np.asarray(x) for name, x in arrays_of(experts).items()}
+    with pytest.raises(ValueError, match=r"nothing for up\.kernel\.stored\.data.*allow_fresh_weights=True"):
+        load_into(experts, old)

@@ -514,8 +514,8 @@ def test_fp8_that_a_layout_does_not_hold_is_refused(how, tmp_path):
     if how == "frozen":
         export_model(layer, tmp_path / "in", "FP8_DYNAMIC")
         served = import_model(tmp_path / "in", layer, weights="frozen")
-        kernel = dataclasses.replace(served["a"].kernel, format=np.dtype(ml_dtypes.float8_e4m3fnuz))
-        served = eqx.tree_at(lambda m: m["a"].kernel, served, kernel)
+        stored = dataclasses.replace(served["a"].kernel.stored, dtype=np.dtype(ml_dtypes.float8_e4m3fnuz))
+        served = eqx.tree_at(lambda m: m["a"].kernel.stored, served, stored)
     message = "a is in float8_e4m3fnuz in the model, and the layout has float8_e4m3fn; make it plain with"
     # Before anything is streamed.
     with pytest.raises(ValueError, match=message):

@@ -87,8 +87,8 @@ def test_shapes_of_scales(case, tmp_path):
     expected = (DATA.astype(np.float64) * values).astype(np.float32)
     np.testing.assert_array_equal(import_model(tmp_path / "in", linear(192, 160))["up"].weight, expected)
     frozen = import_model(tmp_path / "in", linear(192, 160), weights="frozen")["up"]
-    assert np.asarray(frozen.kernel.data).tobytes() == DATA.tobytes()
-    np.testing.assert_array_equal(frozen.thawed(jnp.float32).weight, expected)
+    assert np.asarray(frozen.kernel.stored.data.array).tobytes() == DATA.tobytes()
+    np.testing.assert_array_equal(frozen.dequantized(jnp.float32).weight, expected)
 
 
 @pytest.mark.more
@@ -124,7 +124,7 @@ def test_fused_layers_and_tied_heads(tmp_path):
     np.testing.assert_array_equal(block.mlp.up.weight.array, up)
     np.testing.assert_array_equal(loaded.head.weight.array, loaded.embedding.weight.array)
     frozen = import_model(tmp_path / "in", model, names=names.LLAMA, weights="frozen").blocks.get_layer(0).attention
-    np.testing.assert_array_equal(frozen.key.thawed(jnp.float32).weight.array.reshape(32, 64), values[64:96])
+    np.testing.assert_array_equal(frozen.key.dequantized(jnp.float32).weight.array.reshape(32, 64), values[64:96])
 
 
 class LoRA(eqx.Module):
@@ -167,11 +167,11 @@ def test_adapters_on_frozen_weights(tmp_path):
     updates, _ = optax.sgd(0.1).update(found, optax.sgd(0.1).init(params))
     trained = eqx.apply_updates(adapted, updates)
     np.testing.assert_array_equal(
-        trained.blocks.stacked.mlp.up.kernel.data.array, frozen.blocks.stacked.mlp.up.kernel.data.array
+        trained.blocks.stacked.mlp.up.kernel.stored.data.array, frozen.blocks.stacked.mlp.up.kernel.stored.data.array
     )
     # Merged: the base dequantized, plus the product.
     layer = trained.blocks.stacked.mlp.gate
-    plain = layer.base.thawed(jnp.float32)
+    plain = layer.base.dequantized(jnp.float32)
     delta = layer.up.dot(layer.down, axis="rank").rearrange(plain.weight.axes)
     merged = eqx.tree_at(
         lambda m: m.blocks.stacked.mlp.gate, trained, dataclasses.replace(plain, weight=plain.weight + delta)
@@ -195,7 +195,7 @@ def test_the_backward_pass_keeps_fp8_only():
     out, pullback = jax.vjp(frozen["up"], jnp.ones(64))
     kept = [leaf for leaf in jax.tree.leaves(pullback) if getattr(leaf, "size", 0) >= 64 * 96]
     assert {leaf.dtype for leaf in kept} <= {np.dtype(np.uint8)}
-    weight = frozen["up"].thawed(jnp.float32).weight
+    weight = frozen["up"].dequantized(jnp.float32).weight
     np.testing.assert_allclose(pullback(jnp.ones(96))[0], weight.sum(0), rtol=1e-5, atol=1e-5)
     mixed = [frozen, eqx.nn.Linear(64, 96, key=jax.random.key(0))]
     with pytest.warns(UserWarning, match="frozen"):
@@ -410,3 +410,17 @@ def test_whole_numbers_and_scales_that_nothing_reads(tmp_path):
     np.testing.assert_array_equal(
         import_model(tmp_path / "scale", linear(192, 160), strict=False)["up"].weight, plain.astype(np.float32)
     )
+
+
+def test_a_layer_with_mups_factor_keeps_it(tmp_path):
+    """A checkpoint has the factor in its weight, and the layer applies it again: whoever reads has to divide by it."""
+    In, Out = hax.make_axes(In=64, Out=32)
+    layer = {"up": hax.nn.Linear.init(In, Out, key=jax.random.key(0), reparam_cls=hax.nn.mup.OutputLinearMup)}
+    assert layer["up"].reparam.active_scale == 1 / 64
+    export_model(layer, tmp_path / "out", "FP8_DYNAMIC")
+    x = hax.random.normal(jax.random.key(1), In)
+    expected = layer["up"](x).array
+    for weights in ("dequantized", "frozen", "served"):
+        out = import_model(tmp_path / "out", layer, weights=weights)["up"](x).array
+        # E4M3 rounds weights, and inputs of the served layer, to 4 bits.
+        assert jnp.linalg.norm(out - expected) < 0.06 * jnp.linalg.norm(expected), weights

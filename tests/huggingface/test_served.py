@@ -73,7 +73,7 @@ def kernels(model):
 
 
 def bytes_of(kernel):
-    arrays = (kernel.data, kernel.scale, *([] if kernel.input_scale is None else [kernel.input_scale]))
+    arrays = (kernel.stored.data, kernel.stored.scale, *([] if kernel.input_scale is None else [kernel.input_scale]))
     return [np.asarray(x.array).tobytes() for x in arrays]
 
 
@@ -292,6 +292,6 @@ def test_experts_are_divided_as_their_weights_are(x, tmp_path):
         for template in (divided_template(init), eqx.filter_eval_shape(init))
     )
     jax.tree.map(np.testing.assert_array_equal, *(eqx.filter(m, eqx.is_array) for m in (divided, whole)))
-    assert divided.kernel.data.array.sharding.spec == P("a", None, "b")
+    assert divided.kernel.stored.data.array.sharding.spec == P("a", None, "b")
     sizes = hax.named(jnp.array([2, 1, 0, 3]), axes[0])
     np.testing.assert_allclose(divided(x, sizes).array, whole(x, sizes).array, rtol=1e-5, atol=1e-5)

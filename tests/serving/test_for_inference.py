@@ -1,6 +1,7 @@
 """Models for inference: which layers, in which form, under which transformations, and what they are made back into."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import haliax as hax
@@ -27,6 +28,7 @@ from haliax_fp8 import (
 )
 from haliax_fp8._product.contraction import DotContraction
 from haliax_fp8._product.dimensions import DotDimensions
+from haliax_fp8.huggingface import export_model, import_model
 from haliax_fp8.layers import AbstractServedLayer, Kernel, LayerRule, default_rules
 from haliax_fp8.recipes import (
     E4M3,
@@ -42,6 +44,7 @@ from haliax_fp8.serving import (
     ServedKernel,
     ServedLayout,
     dequantize,
+    freeze,
     layouts,
     quantize_for_inference,
 )
@@ -76,11 +79,13 @@ def test_values_and_bytes(layout):
     kernel, weight = served.kernel, np.asarray(layer.weight, np.float64)
     data, scale = np.asarray(kernel.quantized.data).astype(np.float64), kernel.quantized.scale
     per_scale = {"FP8": (), "FP8_DYNAMIC": (32, 1), "FP8_BLOCK": (1, 1), "W8A16": (32, 1), "MXFP8": (32, 2)}[layout]
-    assert kernel.quantized.data.dtype == jnp.float8_e4m3fn and kernel.data.array.shape == (32, 64)
-    assert scale.shape == per_scale and kernel.scale.array.dtype == (jnp.uint8 if layout == "MXFP8" else jnp.uint32)
+    assert kernel.quantized.data.dtype == jnp.float8_e4m3fn and kernel.stored.data.array.shape == (32, 64)
+    assert scale.shape == per_scale and kernel.stored.scale.array.dtype == (
+        jnp.uint8 if layout == "MXFP8" else jnp.uint32
+    )
     leaves = [leaf for leaf in jax.tree.leaves(served) if leaf is not served.bias]
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) == kernel.bytes
-    assert kernel.bytes == weight.size + kernel.scale.array.nbytes + (4 if layout == "FP8" else 0)
+    assert kernel.bytes == weight.size + kernel.stored.scale.array.nbytes + (4 if layout == "FP8" else 0)
     assert sum(leaf.size >= weight.size for leaf in leaves) == 1
     scale = np.asarray(scale, np.float64)
     spread = np.repeat(scale, 32, axis=1) if layout == "MXFP8" else np.broadcast_to(scale, (32, 64))
@@ -225,7 +230,7 @@ def test_transformations(layout):
     divided = eqx.tree_at(lambda l: l.weight, model, put(model.weight, "model"))
     with jax.set_mesh(mesh):
         on_devices = quantize_for_inference(divided, layout)
-        assert on_devices.kernel.data.array.sharding.spec[:1] == ("model",)
+        assert on_devices.kernel.stored.data.array.sharding.spec[:1] == ("model",)
         found = jax.jit(jax.vmap(on_devices))(put(x[:, 0], "data"))
     np.testing.assert_array_equal(found, once[:, 0])
 
@@ -343,7 +348,7 @@ def test_a_class_of_ones_own():
     served = quantize_for_inference(trained, "FP8_DYNAMIC", rules=config.rules, served_layers=served_layers)
     np.testing.assert_array_equal(eqx.filter_jit(served)(x), eqx.filter_jit(trained)(x))
     # Stored with what is summed over last.
-    assert served.kernel.data.array.shape == (32, 64) and dequantize(served).weight.shape == (64, 32)
+    assert served.kernel.stored.data.array.shape == (32, 64) and dequantize(served).weight.shape == (64, 32)
     with pytest.raises(ValueError, match=r"up is a Dense, which.*exclude the layer"):
         quantize_for_inference({"up": layer}, "FP8_DYNAMIC", rules=config.rules)
     with pytest.raises(ValueError, match=r"served_layers\[Dense\] does not.*lambda"):
@@ -360,6 +365,50 @@ def test_a_class_of_ones_own():
             quantize_for_inference(layer, "FP8_DYNAMIC", rules=config.rules, served_layers=wrong)
     with pytest.raises(ValueError, match=r"made for a sum over \(0,\)"):
         served.kernel.dot_general(normal(1, 5, 32), (((1,), (1,)), ((), ())))
+
+
+@pytest.mark.parametrize("layout", ["FP8_DYNAMIC", "MXFP8"])
+def test_a_class_of_ones_own_from_a_folder(layout, tmp_path):
+    """Its kernel has the axes of its weight, `[in, out]`, while folders have `[out, in]`."""
+    config = Fp8Config(rules=(DenseRule(), *default_rules))
+    how = {"config": config, "served_layers": {Dense: lambda layer, kernel: ServedDense(kernel)}}
+    layer, x, g = {"up": Dense(normal(0, 64, 32))}, normal(1, 5, 64), normal(2, 5, 32)
+    export_model(layer, tmp_path / "out", layout, config=config)
+    plain, frozen, served = (
+        import_model(tmp_path / "out", layer, weights=weights, **how)["up"]
+        for weights in ("dequantized", "frozen", "served")
+    )
+    np.testing.assert_array_equal(dequantize(frozen).weight, plain.weight)
+    (out, pullback), (expected, of_plain) = jax.vjp(frozen, x), jax.vjp(plain, x)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(pullback(g)[0], of_plain(g)[0], rtol=1e-5, atol=1e-5)
+    linear = {"up": eqx.nn.Linear(64, 32, use_bias=False, key=jax.random.key(0))}
+    linear = import_model(tmp_path / "out", linear, weights="served")["up"]
+    np.testing.assert_array_equal(served(x), jax.vmap(linear)(x))
+    with pytest.raises(ValueError, match=r"up is a Dense, which has no.*served_layers.*weights='dequantized'"):
+        import_model(tmp_path / "out", layer, weights="frozen", config=config)
+
+
+@pytest.mark.parametrize("kind", ["linear", "experts", "embedding", "own"])
+def test_frozen_layers_compute_what_plain_ones_do(kind):
+    """With their gradients to inputs, also where layers for inference have none."""
+    x, sizes = hax.named(normal(1, 6, 64), (Rows, In)), hax.named(jnp.array([2, 0, 4]), Experts)
+    own = Fp8Config(rules=(DenseRule(), *default_rules))
+    how = {"config": own, "served_layers": {Dense: lambda layer, kernel: ServedDense(kernel)}}
+    layer, call = {
+        "linear": (hnn.Linear.init(In, Out, key=jax.random.key(0)), lambda layer, x: layer(x).array),
+        "experts": (hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0)), lambda m, x: m(x, sizes).array),
+        "embedding": (hnn.Embedding.init(Out, In, key=jax.random.key(0)), lambda m, x: m.unembed(x).array),
+        "own": (Dense(normal(0, 64, 32)), lambda layer, x: layer(x.array)),
+    }[kind]
+    served = quantize_for_inference({"up": layer}, "FP8_DYNAMIC", targets="up", **how)
+    frozen, plain = freeze(served)["up"], dequantize(served)["up"]
+    (out, pullback), (expected, of_plain) = (jax.vjp(functools.partial(call, m), x) for m in (frozen, plain))
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    g = normal(2, *out.shape)
+    np.testing.assert_allclose(pullback(g)[0].array, of_plain(g)[0].array, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="no quantized layer.*quantize_for_inference"):
+        freeze(plain)
 
 
 class Doubled(eqx.nn.Linear):
@@ -430,7 +479,7 @@ def test_errors():
     # Neither parameters, nor cast with them.
     np.testing.assert_array_equal(eqx.filter_grad(lambda model: jax.vmap(model)(x).sum())(served).bias, 5.0)
     assert jax.tree.leaves(trainable(served)) == [served.bias]
-    assert cast_params(served, jnp.bfloat16).kernel.scale.array is served.kernel.scale.array
+    assert cast_params(served, jnp.bfloat16).kernel.stored.scale.array is served.kernel.stored.scale.array
     with pytest.raises(ValueError, match="without its FP8 state.*give the model itself, quantize_for_inference"):
         quantize_for_inference(trainable(fp8_linear_layers(layer)), "FP8")
     with pytest.raises(ValueError, match="layout='FP8_DYNAMICS'.*'FP8_DYNAMIC'.*export_model"):

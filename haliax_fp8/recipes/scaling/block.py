@@ -77,13 +77,6 @@ def e8m0_exponent(x: Float32[Array, "*shape"]) -> Array:
     return exponent.astype(jnp.uint8)
 
 
-def power_of_two(exponent: Array) -> Float32[Array, "*shape"]:
-    """`2**(exponent - 127)` for a biased exponent from 0 to 254; NaN for 255."""
-    bits = jnp.where(exponent == 0, 0x400000, jnp.minimum(exponent, 254) << 23)
-    value = lax.bitcast_convert_type(bits.astype(jnp.uint32), jnp.float32)
-    return jnp.where(exponent > 254, jnp.float32(jnp.nan), value)
-
-
 _LARGEST_BLOCK = 2**16
 
 

@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from ..._numerics.formats import E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray, expand
+from ..._numerics.stored_array import power_of_two
 from ...devices.device import MX_UNITS, MatrixUnits
 from .base import AbstractScaling, CastCost, OperandUse
-from .block import block_shape, blockwise_amax, e8m0_exponent, power_of_two
+from .block import block_shape, blockwise_amax, e8m0_exponent
 
 
 ScaleRounding = Literal["up", "nearest", "down"]
