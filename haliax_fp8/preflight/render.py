@@ -306,10 +306,14 @@ class Page:
             return ()
         likely = WHOLE_STEP
         narrow = f"{likely.fp8_flops} of {self.peaks.fp8 / 1e12:.5g} TFLOP/s in FP8, "
-        if any(product.block_scaled and product.is_fp8 for product in self.step.products):
-            of_fp4 = "" if self.peaks.fp4 is None else f" and of {self.peaks.fp4 / 1e12:.5g} in FP4"
-            narrow += f"with scales of blocks {likely.block_flops} of that{of_fp4}, "
         span = lambda name: f"{getattr(SLOWEST, name):.2f} to {getattr(FASTEST, name):.2f}"
+        in_blocks = ""
+        if any(product.block_scaled and product.is_fp8 for product in self.step.products):
+            narrow += f"with scales of blocks {likely.block_flops} of that, "
+            in_blocks = f"{span('block_flops')} with scales of blocks, "
+            if self.peaks.fp4 is not None:
+                narrow += f"{likely.fp4_flops} of {self.peaks.fp4 / 1e12:.5g} in FP4, "
+                in_blocks += f"{span('fp4_flops')} in FP4 (assumed), "
         return (
             f"times are a roofline estimate, nothing ran: {narrow}"
             f"{likely.flops} of {self.peaks.bf16 / 1e12:.4g} in bf16, "
@@ -317,7 +321,7 @@ class Page:
             f"{likely.cast_bandwidth} of it in casts, {likely.two_layouts_bandwidth} where they write two layouts, "
             f"{1e6 * likely.launch:g} µs for each launch, {1e3 * likely.idle:g} ms in which nothing runs, but at most "
             f"{likely.most_idle:.0%} of the rest; "
-            f"ranges of times are what was measured: {span('fp8_flops')} in FP8, {span('flops')} in bf16, "
+            f"ranges of times are what was measured: {span('fp8_flops')} in FP8, {in_blocks}{span('flops')} in bf16, "
             f"{span('bandwidth')} of the bandwidth, {span('cast_bandwidth')} in casts, {span('two_layouts_bandwidth')} "
             "where they write two layouts, launches counted or hidden",
         )

@@ -14,7 +14,7 @@ from .._product.names import DGRAD, WGRAD
 from ..devices.peaks import is_narrow
 from ..devices.roofline import LEAST_GAIN, MOST_GAIN, WHOLE_STEP, Efficiency, Roofline
 from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
-from .devices import CompilableDevice, LocalDevice
+from .devices import SCALES_INSIDE, CompilableDevice, CompilableGpu, LocalDevice
 from .product import TRITON, Estimate, Product, Program, Verdict
 from .render import Page, as_markdown, as_renderable, operations, size
 from .trace import label
@@ -311,6 +311,7 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
         "device": {
             "name": device.name,
             "kind": device.kind,
+            "cudnn": device.cudnn if isinstance(device, CompilableGpu) else None,
             "peaks": device.peaks and dataclasses.asdict(device.peaks),
         },
         "mesh": report.mesh,
@@ -326,16 +327,17 @@ CUBLASLT_FP8 = "cublasLt f8"
 
 def first_line(flags: XlaFlags, device: CompilableDevice, step: Program, other: Program | None) -> str:
     """The flags that the step was compiled with; for NVIDIA GPUs, also what changes with the other setting for Triton's
-    products, if the step was compiled with that too."""
+    products, if the step was compiled with that too, and the version of cuDNN, if XLA was told one."""
     line = f"XLA flags: {flags}"
     if device.hardware.platform != "cuda":
         return line
+    cudnn = f"; cuDNN {device.cudnn}" if isinstance(device, CompilableGpu) else ""
     setting, opposite = (str(value).lower() for value in (flags.triton_products, not flags.triton_products))
     if TRITON_PRODUCTS not in flags.values:
         line += f" ({TRITON_PRODUCTS}={setting})"
     if other is None:
-        return f"{line}; not compiled with {TRITON_PRODUCTS}={opposite}"
-    return f"{line}; with {TRITON_PRODUCTS}={opposite}: {', '.join(_changes(device, step, other))}"
+        return f"{line}; not compiled with {TRITON_PRODUCTS}={opposite}{cudnn}"
+    return f"{line}; with {TRITON_PRODUCTS}={opposite}: {', '.join(_changes(device, step, other))}{cudnn}"
 
 
 def _changes(device: CompilableDevice, step: Program, other: Program) -> list[str]:
@@ -372,6 +374,13 @@ def findings(step: Program, baseline: Program | None, device: CompilableDevice) 
         found.append(
             f"products that read FP8 and widen it inside their Triton kernel: {widened}; on the device XLA times it "
             "against cuBLASLt's FP8 product and uses the faster one"
+        )
+    in_fp4 = _runs(step, lambda product: product.is_fp8 and product.format == "FP4")
+    if in_fp4 and isinstance(device, CompilableGpu) and not device.scales_inside:
+        newer = ".".join(map(str, SCALES_INSIDE))
+        found.append(
+            f"cuDNN {device.cudnn} leaves the scales of tensors to XLA, in two launches after each of {in_fp4} FP4 "
+            f"products: install {newer} or newer"
         )
     if partial := imprecise_sums(step, device):
         found.append(

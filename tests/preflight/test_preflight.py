@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.metadata
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 from compiled_models import abstract, struct
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from packaging.requirements import Requirement
 from rich.console import Console
 
 import haliax_fp8 as fp8
@@ -28,7 +30,8 @@ from haliax_fp8.preflight import (
     has_fp8_product,
     inspect_step,
 )
-from haliax_fp8.preflight.devices import as_compilable
+from haliax_fp8.preflight.compilers import NVIDIA
+from haliax_fp8.preflight.devices import CUDNN, as_compilable
 
 
 def gpu(name):
@@ -496,6 +499,26 @@ def test_narrow_types_that_no_unit_multiplies(name, dtype):
     expected = None if (name, dtype) == ("h100", "f4e2m1fn") else f"{device.kind} has no products of {dtype}"
     assert device.lacks(dtype) == expected
     assert device.lacks("f8e8m0fnu") is None and device.lacks("s8") is None  # scales, and other products
+
+
+def plugin():
+    """JAX's package for NVIDIA GPUs, in the environment or where `install-compiler` put it; None without it."""
+    places = [*sys.path, str(NVIDIA.directory)]
+    return next(iter(importlib.metadata.distributions(name="jax-cuda13-plugin", path=places)), None)
+
+
+@pytest.mark.skipif(plugin() is None, reason="needs the package jax-cuda13-plugin")
+def test_jax_installs_the_cudnn_that_xla_is_told():
+    required = map(Requirement, plugin().requires)
+    (cudnn,) = (found.specifier for found in required if found.name == "nvidia-cudnn-cu13")
+    assert cudnn.contains(CUDNN)
+    assert {gpu.cudnn for gpu in compilable_devices.values() if isinstance(gpu, CompilableGpu)} == {CUDNN}
+
+
+@pytest.mark.parametrize("cudnn", ["9.14", "9.28.1.4", "v9.28.1", ""])
+def test_a_cudnn_that_is_no_version(cudnn):
+    with pytest.raises(ValueError, match=r"cudnn='.*' of b200 is not a version such as '9\.28\.1'"):
+        dataclasses.replace(compilable_devices["b200"], cudnn=cudnn)
 
 
 @pytest.mark.slow
