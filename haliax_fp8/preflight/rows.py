@@ -123,7 +123,8 @@ def _indented(name: str, prefix: str) -> Cell:
 
 
 def every_product(program: Program) -> Section:
-    """A line for each product of each row: its share, shape, formats, implementation, runs, and why it is not in FP8.
+    """A line for each product, below the name of its layer: its share of the FLOPs, its shape and formats, what runs
+    it, how often, and why it is not in FP8.
 
     Args:
         program: The step.
@@ -134,13 +135,12 @@ def every_product(program: Program) -> Section:
         for alike in row.alike:
             product, flops = alike[0], sum(product.flops for product in alike)
             where = row.name if row.has_weight else label(product.scope)
-            runs = sum(product.executions for product in alike)
-            said = Text(f"{product.how(runs)}: ").append(product.outcome, STYLES[product.verdict])
-            # What is as in the line above is not repeated.
-            lines.append((DottedName("" if where == last else where), product.name, _share(flops, program), said))
+            lines += [("", "", Text(where, "bold"))] if where != last else []
+            said = Text(f"{product.how(sum(product.executions for product in alike))}: ")
+            said.append(product.outcome, STYLES[product.verdict])
+            lines.append((product.name, _share(flops, program), said))
             last = where
-    heads = "layer", "product", "FLOPs", "how it runs"
-    return Section(heads, lines, wide=["layer", "how it runs"], figures=["FLOPs"])
+    return Section(("product", "FLOPs", "how it runs"), lines, wide=["how it runs"], figures=["FLOPs"])
 
 
 def _share(flops: int, program: Program) -> str:
