@@ -107,8 +107,13 @@ def _drawn(x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble
 
 
 def _uniform(key: Key[Array, "*ensemble"], shape: tuple[int, ...]) -> Float[Array, "*shape"]:
-    draw = lambda key: jax.random.uniform(key, shape[members:], jnp.float32)
+    """Multiples of 2**-24 in [0, 1)."""
     members = key.ndim
+
+    def draw(key: Key[Array, ""]) -> Float[Array, "*member"]:
+        bits = random_bits(shape[members:], jax.random.bits(key, (), jnp.uint32))
+        return (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
+
     for _ in range(members):
         draw = jax.vmap(draw)
     return draw(key)

@@ -142,16 +142,18 @@ class Family:
         names = [last] if last in self.parts else JOINED.get(last, ())
         if not names or "shared_expert" in layer:
             return None
-        shapes = [self._shapes(config).get(self.parts.get(name, ""), ()) for name in names]
+        known = self._shapes(config, is_expert="experts" in layer)
+        shapes = [known.get(self.parts.get(name, ""), ()) for name in names]
         if not all(shape and all(shape) for shape in shapes):
             return None
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-    def _shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    def _shapes(self, config: Mapping[str, Any], *, is_expert: bool) -> dict[str, tuple[Any, ...]]:
         hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
         if not hidden or not heads:
             return {}
-        experts = next((group for group in self.keys if isinstance(group, Experts)), None)
+        # Some models have blocks without experts between those with them.
+        experts = next((group for group in self.keys if isinstance(group, Experts)), None) if is_expert else None
         inner = config.get(experts.width if experts else "intermediate_size") or config.get("intermediate_size") or 0
         width = config.get("head_dim") or self.heads.head_dim or hidden // heads
         query, key = heads * width, (config.get("num_key_value_heads") or heads) * width

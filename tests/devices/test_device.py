@@ -9,7 +9,7 @@ from helpers import unchecked
 
 import haliax_fp8
 from haliax_fp8.devices import Device
-from haliax_fp8.devices.catalog import NotCompiled, canonical, catalog
+from haliax_fp8.devices.catalog import NotCompiled, XlaGpu, canonical, catalog
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.units import FP8_UNITS, MX_UNITS, NO_UNITS
 from haliax_fp8.preflight import compilable_devices
@@ -46,6 +46,13 @@ def test_a_row_of_the_catalog_is_all_that_a_device_needs():
             found = compilable_devices[row.name]
             assert (found.name, found.kind, found.hardware, found.peaks) == (row.name, row.kind, device, row.peaks)
             assert row.peaks.fp8 >= row.peaks.bf16 >= row.peaks.f32 > 0 and row.peaks.source
+
+
+def test_xla_and_the_estimates_have_one_bandwidth():
+    """The data sheet's is rounded."""
+    for row in catalog.values():
+        if isinstance(row.xla, XlaGpu):
+            assert row.xla.memory_bandwidth == pytest.approx(row.peaks.bandwidth, rel=0.01), row.name
 
 
 def test_a_name_means_one_device():

@@ -17,6 +17,7 @@ from folders import (
     four_bits,
     header_of,
     packed,
+    plain,
     quantization,
     quantize,
     write,
@@ -456,18 +457,16 @@ BROKEN = {
 }
 
 
-def test_every_fault_is_named(tmp_path):
-    assert len(BROKEN) >= 40
-    for i, (kind, (layout, change, tensor, says)) in enumerate(BROKEN.items()):
-        tensors, config = checkpoint(layout)
-        change(tensors, config)
-        report = check_folder(write(tmp_path / str(i), tensors, config))
-        found = [error for error in report.errors if tensor in (None, error.tensor) and says in error.line]
-        assert found, f"{kind}: {report}"
-        assert all(fault.remedy and fault.line.endswith(fault.remedy) for fault in report.faults), kind
-        expected = CONFIG if tensor in ("quantization_config", "ignore", "targets") else None
-        assert all(error.file in (CONFIG, "model.safetensors") for error in found), kind
-        assert expected is None or found[0].file == expected, kind
+@pytest.mark.parametrize(("layout", "change", "tensor", "says"), BROKEN.values(), ids=BROKEN)
+def test_every_fault_is_named(tmp_path, layout, change, tensor, says):
+    tensors, config = checkpoint(layout)
+    change(tensors, config)
+    report = check_folder(write(tmp_path / "x", tensors, config))
+    found = [error for error in report.errors if tensor in (None, error.tensor) and says in error.line]
+    assert found, report
+    assert all(fault.remedy and fault.line.endswith(fault.remedy) for fault in report.faults)
+    assert all(error.file in (CONFIG, "model.safetensors") for error in found)
+    assert found[0].file == CONFIG or tensor not in ("quantization_config", "ignore", "targets")
 
 
 # The same of remarks.
@@ -492,13 +491,33 @@ REMARKS = {
 }
 
 
-def test_remarks_do_not_break_a_folder(tmp_path):
-    for i, (kind, (layout, change, tensor, says)) in enumerate(REMARKS.items()):
-        tensors, config = checkpoint(layout)
-        change(tensors, config)
-        report = check_folder(write(tmp_path / str(i), tensors, config))
-        assert [(fault.tensor, fault.is_error) for fault in report.faults] == [(tensor, False)], f"{kind}: {report}"
-        assert says in report.faults[0].line, kind
+@pytest.mark.parametrize(("layout", "change", "tensor", "says"), REMARKS.values(), ids=REMARKS)
+def test_remarks_do_not_break_a_folder(tmp_path, layout, change, tensor, says):
+    tensors, config = checkpoint(layout)
+    change(tensors, config)
+    (fault,) = check_folder(write(tmp_path / "x", tensors, config)).faults
+    assert (fault.tensor, fault.is_error) == (tensor, False) and says in fault.line
+
+
+def test_shared_experts_have_a_width_that_is_not_the_experts(tmp_path):
+    """As in Qwen2-MoE: `moe_intermediate_size` is that of the others, and the second block has no experts."""
+    random, tensors = np.random.default_rng(0), plain()
+    mlp = "model.layers.0.mlp"
+    for name in [name for name in tensors if name.startswith(mlp)]:
+        del tensors[name]
+    for layer, inner in {"experts.0": 64, "experts.1": 64, "shared_expert": 256}.items():
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            shape = (HIDDEN, inner) if part == "down_proj" else (inner, HIDDEN)
+            tensors[f"{mlp}.{layer}.{part}.weight"] = random.standard_normal(shape).astype(ml_dtypes.bfloat16)
+    tensors[f"{mlp}.gate.weight"] = random.standard_normal((2, HIDDEN)).astype(ml_dtypes.bfloat16)
+    tensors[f"{mlp}.shared_expert_gate.weight"] = random.standard_normal((1, HIDDEN)).astype(ml_dtypes.bfloat16)
+    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 256, "num_experts": 2}
+    config = {**checkpoint(None)[1], "model_type": "qwen2_moe", "mlp_only_layers": [1], **sizes}
+    report = check_folder(write(tmp_path / "sound", tensors, config))
+    assert report.errors == (), report
+    tensors[f"{mlp}.experts.1.up_proj.weight"] = tensors[f"{mlp}.shared_expert.up_proj.weight"]
+    (error,) = check_folder(write(tmp_path / "broken", tensors, config)).errors
+    assert error.tensor == f"{mlp}.experts.1.up_proj.weight"
 
 
 def test_weights_of_other_distributions_are_sound(tmp_path):
@@ -635,14 +654,13 @@ def four_bit_attention():
     return {f"model.layers.0.self_attn.q_proj_{x}": tensors[f"{part}_{x}"] for x in ("blocks", "scales")}
 
 
-def test_every_fault_in_four_bits_is_named(tmp_path):
-    for i, (kind, (layout, change, tensor, says)) in enumerate(BROKEN_IN_FOUR_BITS.items()):
-        tensors, config, _ = four_bits(layout)
-        change(tensors, config)
-        report = check_folder(write(tmp_path / str(i), tensors, config))
-        found = [error for error in report.errors if tensor in (None, error.tensor) and says in error.line]
-        assert found, f"{kind}: {report}"
-        assert all(fault.remedy and fault.line.endswith(fault.remedy) for fault in report.faults), kind
+@pytest.mark.parametrize(("layout", "change", "tensor", "says"), BROKEN_IN_FOUR_BITS.values(), ids=BROKEN_IN_FOUR_BITS)
+def test_every_fault_in_four_bits_is_named(tmp_path, layout, change, tensor, says):
+    tensors, config, _ = four_bits(layout)
+    change(tensors, config)
+    report = check_folder(write(tmp_path / "x", tensors, config))
+    assert [error for error in report.errors if tensor in (None, error.tensor) and says in error.line], report
+    assert all(fault.remedy and fault.line.endswith(fault.remedy) for fault in report.faults)
 
 
 def test_global_scales_that_differ_where_engines_have_one_are_a_remark(tmp_path):
@@ -671,29 +689,35 @@ UNSUPPORTED = {
 }
 
 
-def test_layouts_that_are_not_supported(tmp_path):
-    """Their name and a tool are said; what does not depend on the layout is checked; nothing is half imported."""
-    for i, (name, scheme) in enumerate(UNSUPPORTED.items()):
-        tensors, config = packed(checkpoint(None)[1] | {"quantization_config": scheme})
-        folder = write(tmp_path / str(i), tensors, config)
-        report = check_folder(folder)
-        assert report.verdict == "not supported here" and not report.is_sound and not report.faults, report
-        assert report.layout.startswith(name) and report.converter and report.converter in " ".join(str(report).split())
-        shown = " ".join(str(explain_folder(folder)).split())
-        assert report.layout in shown and report.converter in shown and "in integers 14" in shown
-        with pytest.raises(NotSupported, match=re.escape(report.converter)):
-            convert_folder(folder, tmp_path / "new", "BF16")
-        with pytest.raises(NotSupported, match=re.escape(report.converter)):
-            tensors_in(TensorFolder.open(folder))
-    for change, tensor in (
-        (put("model.norm.weight", lambda w: at_first(w, np.nan)), "model.norm.weight"),
-        (put("lm_head.weight", lambda w: w[:, 1:]), "lm_head.weight"),
-        (lambda t, c: c.update(num_hidden_layers=3), "num_hidden_layers"),
-    ):
-        tensors, config = packed(checkpoint(None)[1] | {"quantization_config": UNSUPPORTED["awq"]})
-        change(tensors, config)
-        report = check_folder(write(tmp_path / "broken", tensors, config))
-        assert report.verdict == "broken" and report.layout == "awq" and [f.tensor for f in report.errors] == [tensor]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_layouts_that_are_not_supported(tmp_path, name):
+    """Their name and a tool are said; nothing is half imported."""
+    tensors, config = packed(checkpoint(None)[1] | {"quantization_config": UNSUPPORTED[name]})
+    folder = write(tmp_path / "x", tensors, config)
+    report = check_folder(folder)
+    assert report.verdict == "not supported here" and not report.is_sound and not report.faults, report
+    assert report.layout.startswith(name) and report.converter and report.converter in " ".join(str(report).split())
+    shown = " ".join(str(explain_folder(folder)).split())
+    assert report.layout in shown and report.converter in shown and "in integers 14" in shown
+    with pytest.raises(NotSupported, match=re.escape(report.converter)):
+        convert_folder(folder, tmp_path / "new", "BF16")
+    with pytest.raises(NotSupported, match=re.escape(report.converter)):
+        tensors_in(TensorFolder.open(folder))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change"),
+    [
+        ("model.norm.weight", put("model.norm.weight", lambda w: at_first(w, np.nan))),
+        ("lm_head.weight", put("lm_head.weight", lambda w: w[:, 1:])),
+        ("num_hidden_layers", lambda t, c: c.update(num_hidden_layers=3)),
+    ],
+)
+def test_what_does_not_depend_on_the_layout_is_checked(tmp_path, tensor, change):
+    tensors, config = packed(checkpoint(None)[1] | {"quantization_config": UNSUPPORTED["awq"]})
+    change(tensors, config)
+    report = check_folder(write(tmp_path / "x", tensors, config))
+    assert report.verdict == "broken" and report.layout == "awq" and [f.tensor for f in report.errors] == [tensor]
 
 
 def test_files_that_cannot_be_read_are_faults(tmp_path):

@@ -179,6 +179,24 @@ def test_the_smallest_scales(tmp_path):
         assert np.array_equal(data.astype(np.float64) * scale, values(tmp_path / f"out{exponent}", "a.weight"))
 
 
+def test_a_block_of_zeros_has_the_smallest_scale(tmp_path):
+    """It is valid in every engine, and what it multiplies is zero."""
+    tensors, config = checkpoint(None)
+    name = weights()[0]
+    tensors[name][:, :64] = 0
+    source = write(tmp_path / "plain", tensors, config)
+    for layout, smallest in (("MXFP8", 2.0**-127), ("NVFP4A16", 2.0**-3)):
+        convert_folder(source, tmp_path / layout, layout)
+        layer = name.removesuffix(".weight")
+        scale = TensorFolder.open(tmp_path / layout)[f"{layer}.weight_scale"]
+        stored = np.exp2(scale.astype(np.float64) - 127) if layout == "MXFP8" else scale.astype(np.float64)
+        width = 64 * scale.shape[1] // tensors[name].shape[1]
+        assert (stored[:, :width] == smallest).all() and (stored[:, width:] > smallest).all()
+        convert_folder(tmp_path / layout, tmp_path / f"{layout}-plain", "BF16")
+        back = TensorFolder.open(tmp_path / f"{layout}-plain")[name].astype(np.float64)
+        assert not back[:, :64].any() and back[:, 64:].any()
+
+
 def test_weights_without_elements_have_no_scale(tmp_path):
     """They are named, also where nothing is quantized; plain weights may have none."""
     for name, (data, scale) in {

@@ -119,11 +119,11 @@ FILES = {
 }
 
 
-def test_broken_files_are_refused(tmp_path):
-    for name, (content, says) in FILES.items():
-        with pytest.raises(BrokenCheckpoint) as error:
-            TensorFolder.open(folder_of(tmp_path / "x", content))
-        assert "model.safetensors: " in str(error.value) and says in str(error.value), name
+@pytest.mark.parametrize(("content", "says"), FILES.values(), ids=FILES)
+def test_broken_files_are_refused(tmp_path, content, says):
+    with pytest.raises(BrokenCheckpoint) as error:
+        TensorFolder.open(folder_of(tmp_path / "x", content))
+    assert "model.safetensors: " in str(error.value) and says in str(error.value)
 
 
 def test_tensors_of_unknown_types_are_refused_alone(tmp_path):
@@ -326,6 +326,23 @@ if sys.argv[2] == "full":
 with new_folder(sys.argv[1]) as folder:
     write_tensors(folder, list(groups()), 10**9)
 """
+
+
+@pytest.mark.skipif(os.name != "posix", reason="has no modes")
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_whoever_may_read_any_new_folder_may_read_this_one(tmp_path, umask):
+    """A server runs as another user: only the umask says who may not read."""
+    before = os.umask(umask)
+    try:
+        with new_folder(tmp_path / "folder") as folder:
+            array = np.zeros(4, np.float32)
+            write_tensors(folder, [([TensorSpec("a", array.dtype, array.shape)], lambda: [array])], 10**9)
+    finally:
+        os.umask(before)
+    mode = lambda path: path.stat().st_mode & 0o777
+    assert mode(tmp_path / "folder") == 0o777 & ~umask
+    files = list((tmp_path / "folder").iterdir())
+    assert files and {mode(path) for path in files} == {0o666 & ~umask}
 
 
 @pytest.mark.more

@@ -81,6 +81,7 @@ def test_collectives_written_by_hand():
     assert not found["all-reduce maximum"].is_asynchronous and not found["all-reduce maximum"].reduces_gradients
     # Gradients are added up: the scatter's scope, with another reduction, would be that of an amax.
     assert not dataclasses.replace(scatter, reduction="maximum").reduces_gradients
+    assert not dataclasses.replace(scatter, scope=scatter.scope.replace("wgrad", "fprop")).reduces_gradients
     assert dataclasses.replace(permute, executions=7).sent == 7 * 2 * 16 * 64
     assert permute.wire == 2 * 16 * 64 and not permute.is_asynchronous
     # The bias is not an operand.

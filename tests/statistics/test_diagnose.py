@@ -584,6 +584,24 @@ def test_rows_that_are_all_wide_gain_nothing_from_scales():
     assert remedy(wide_rows=0.9, scale=100 / 448) is Remedy.SCALE_PER_ROW
 
 
+def test_the_last_layer_whose_gradient_is_flushed_is_named_first():
+    """The gradient comes from there; forward, it is the first layer."""
+    numbers = {"underflow": 0.5, "error": 0.01, "dynamic_range": 40.0}
+    flushed = lambda layer, name: operand(layer, name, StaticScaling(scale=1.0), **numbers)
+    diagnosis = checked(*[flushed(layer, name) for layer in "012" for name in ("input", "output_grad")])
+    assert [(f.layer, f.operand) for f in diagnosis] == [
+        *[(layer, "input") for layer in "012"],
+        *[(layer, "output_grad") for layer in "210"],
+    ]
+
+
+def test_which_share_of_clipped_elements_is_a_problem():
+    """A thousandth, if it costs more than rounding: in E4M3 with its three bits of mantissa, at most 2**-4 squared."""
+    problems = lambda **of: [f.problem for f in checked(operand("0", "input", StaticScaling(scale=1.0), **of))]
+    assert problems(saturation=0.0011, error=2.0**-7) == [Problem.SATURATION]
+    assert problems(saturation=0.0009, error=2.0**-7) == problems(saturation=0.5, error=2.0**-9) == []
+
+
 @pytest.mark.parametrize("share, is_problem", [(0.03, False), (0.08, True)])
 def test_printed_statistics_and_the_diagnosis_have_one_threshold(share, is_problem):
     x = jax.random.normal(KEY, (64, 256)).ravel()
