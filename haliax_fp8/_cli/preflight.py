@@ -101,7 +101,7 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="list every product with formats and implementation, not a row per layer; say what times assume",
+        help="list every product with formats and implementation, not a line per layer; say what times assume",
     )
     parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
     demo = parser.add_argument_group("a model with published shapes instead of your own step")
@@ -405,7 +405,7 @@ def write(report: PreflightReport, options: argparse.Namespace) -> None:
     title = f"preflight {options.step or options.demo} --device {options.device}"
     forms = {
         options.json: report.to_json,
-        options.markdown: report.to_markdown,
+        options.markdown: lambda: report.to_markdown(in_full=options.all),
         options.svg: lambda: as_svg(shown, title),
     }
     failed = []

@@ -43,6 +43,9 @@ class DottedName:
                 lines[-1] += piece
         yield Text("\n".join(" " * self.indent + line for line in lines), overflow="fold")
 
+    def __str__(self) -> str:
+        return " " * self.indent + self.path
+
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         fit = lambda width: min(width, options.max_width)
         return Measurement(fit(self.longest_segment), fit(len(self.path) + self.indent))

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -117,6 +118,13 @@ class LocalDevice(CompilableDevice):
         return found[:count]
 
 
+CUDNN = "9.28.1"
+"""The cuDNN that installers chose for `jax[cuda13]` 0.12 on 2026-11-28; its plugin takes 9.12 and newer."""
+
+SCALES_INSIDE = (9, 13)
+"""From this cuDNN on, its products of blocks take the scale of a tensor; before, XLA multiplies the result by it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class CompilableGpu(CompilableDevice):
     """An NVIDIA GPU, for XLA's GPU compiler.
@@ -124,10 +132,24 @@ class CompilableGpu(CompilableDevice):
     Args:
         compute_capability: Such as `9.0`.
         description: The fields of a `stream_executor.GpuDeviceInfoProto` in text form that differ between devices.
+        cudnn: The version of cuDNN on the machine with the device, such as `9.28.1`: some programs depend on it.
+
+    Raises:
+        ValueError: If `cudnn` is not a version.
     """
 
     compute_capability: str
     description: str = dataclasses.field(repr=False)
+    cudnn: str = CUDNN
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"\d+\.\d+\.\d+", self.cudnn) is None:
+            raise ValueError(f"cudnn={self.cudnn!r} of {self.name} is not a version such as {CUDNN!r}")
+
+    @property
+    def scales_inside(self) -> bool:
+        """Whether its cuDNN multiplies the result of a product of blocks by a tensor's scale."""
+        return tuple(map(int, self.cudnn.split("."))) >= SCALES_INSIDE
 
     @property
     def hardware(self) -> Device:
@@ -173,16 +195,17 @@ class CompilableGpu(CompilableDevice):
     def _config(self) -> str:
         """A `stream_executor.GpuTargetConfigProto` in text form."""
         major, minor = self.compute_capability.split(".")
+        of_cudnn = "major: {} minor: {} patch: {}".format(*self.cudnn.split("."))
         features = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
         return f"""
             gpu_device_info {{
               threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
               block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-              registers_per_core_limit: 65536 registers_per_block_limit: 65536 dnn_version: "9.10.0"
+              registers_per_core_limit: 65536 registers_per_block_limit: 65536 dnn_version: "{self.cudnn}"
               cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
               {self.description}
             }}
-            platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 9 }}
+            platform_name: "CUDA" dnn_version_info {{ {of_cudnn} }} runtime_version {{ major: 12 minor: 9 }}
             device_description_str: "{self.kind}"
         """
 

@@ -102,10 +102,22 @@ class Product(Printable):
     def __rich__(self) -> Text:
         """Where it is, what it multiplies, and how it runs."""
         where = self.layer or self.scope or "no layer"
+        return Text(f"{where}, {self.name}, {self.how(self.executions)}, {self.outcome}", overflow="fold")
+
+    def how(self, runs: int) -> str:
+        """Its shape, its formats, what runs it, and how often.
+
+        Args:
+            runs: How often it and those like it run.
+        """
         operands = self.lhs if self.lhs == self.rhs else f"{self.lhs}·{self.rhs}"
-        why = f": {self.reason}" if self.reason else ""
-        how = f"{self.shape}, {operands} to {self.out}, {self.implementation}, {self.executions} runs"
-        return Text(f"{where}, {self.name}, {how}, {self.verdict.value}{why}", overflow="fold")
+        times = "1 run" if runs == 1 else f"{runs} runs"
+        return f"{self.shape}, {operands} to {self.out}, {self.implementation}, {times}"
+
+    @property
+    def outcome(self) -> str:
+        """`FP8` or `FP4`; or the other verdict, with the reason."""
+        return self.format if self.is_fp8 else f"{self.verdict.value}: {self.reason}"
 
     @property
     def flops(self) -> int:

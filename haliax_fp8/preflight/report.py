@@ -14,9 +14,10 @@ from .._product.names import DGRAD, WGRAD
 from ..devices.peaks import is_narrow
 from ..devices.roofline import LEAST_GAIN, MOST_GAIN, WHOLE_STEP, Efficiency, Roofline
 from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
-from .devices import CompilableDevice, LocalDevice
+from .devices import SCALES_INSIDE, CompilableDevice, CompilableGpu, LocalDevice
 from .product import TRITON, Estimate, Product, Program, Verdict
 from .render import Page, as_markdown, as_renderable, operations, size
+from .rows import assumptions, every_product, layers, sent, totals
 from .trace import label
 
 
@@ -53,6 +54,11 @@ class PreflightReport(Printable):
     def products(self) -> tuple[Product, ...]:
         """Every matrix product of the step."""
         return self.step.products
+
+    @property
+    def has_fp8_product(self) -> bool:
+        """Whether a product of the step runs in FP8 or FP4."""
+        return any(product.is_fp8 for product in self.products)
 
     @property
     def fp8_share(self) -> float:
@@ -232,13 +238,15 @@ class PreflightReport(Printable):
         return [f"fp8_gathers={least} is required, but {share:.4f} of the bytes are in FP8:", *wide[:20], *more]
 
     @property
-    def _page(self) -> Page:
+    def asked(self) -> tuple[Verdict, ...]:
+        """The verdicts that count as FP8: on a device that emulates it, what was asked for."""
+        return (Verdict.FP8, Verdict.EMULATED) if self.device.hardware.emulates else (Verdict.FP8,)
+
+    def _page(self, *, in_full: bool) -> Page:
         devices = math.prod(self.mesh.values())
         where = self.device.kind if devices == 1 else f"{devices} × {self.device.kind}"
-        emulates = self.device.hardware.emulates
-        asked = (Verdict.FP8, Verdict.EMULATED) if emulates else (Verdict.FP8,)
-        is_emulated = emulates and self.step.share(*asked) > 0.0
-        share = f"{self.step.words(*asked)} on {where}{', emulated' if is_emulated else ''}"
+        is_emulated = Verdict.EMULATED in self.asked and self.step.share(*self.asked) > 0.0
+        share = f"{self.step.words(*self.asked)} on {where}{', emulated' if is_emulated else ''}"
         if self.speedup is None or self.speedup_range is None:
             headline = share
         else:
@@ -246,25 +254,32 @@ class PreflightReport(Printable):
             speedup = f"{self.speedup:.2f}× as fast as the baseline (estimate, {low:.2f} to {high:.2f})"
             headline = f"{speedup}, {share}"
         first = first_line(self.flags, self.device, self.step, self.other)
-        found = self.findings, self.caveats
-        return Page(first, headline, self.step, self.baseline, self.device.peaks, *found, emulates=emulates)
+        peaks, programs = self.device.peaks, [self.step] if self.baseline is None else [self.step, self.baseline]
+        sections = [every_product(self.step) if in_full else layers(self.step), totals(programs, peaks, self.asked)]
+        sections += [sent(self.step)] if self.step.collectives else []
+        assumed = [assumptions(self.step, peaks)] if in_full and peaks is not None else []
+        return Page(first, headline, sections, self.findings, [*self.caveats, *assumed])
 
     def to_json(self) -> str:
         """All of it, as JSON."""
         return json.dumps(_plain(self), indent=2, ensure_ascii=False)
 
-    def to_markdown(self) -> str:
-        """The report for a pull request or a page."""
-        return as_markdown(self._page)
+    def to_markdown(self, *, in_full: bool = False) -> str:
+        """The report for a pull request or a page.
+
+        Args:
+            in_full: Whether it has a line for every product, and what the estimate assumes, as `report.in_full` has.
+        """
+        return as_markdown(self._page(in_full=in_full))
 
     def __rich__(self) -> RenderableType:
-        return as_renderable(self._page)
+        return as_renderable(self._page(in_full=False))
 
     @property
     def in_full(self) -> RenderableType:
-        """The report with a line or two for every product, for `rich.print`, and what the estimate assumes; the report
-        itself has a row per layer."""
-        return as_renderable(self._page, every_product=True)
+        """The report with a line for every product, for `rich.print`, and what the estimate assumes; the report itself
+        has a line per layer."""
+        return as_renderable(self._page(in_full=True))
 
 
 def _lines(products: list[Product]) -> list[str]:
@@ -277,32 +292,24 @@ def _lines(products: list[Product]) -> list[str]:
 def _plain(report: PreflightReport) -> dict[str, Any]:
     """The report's fields and values computed from them."""
 
+    def with_properties(value: Any, *names: str) -> dict[str, Any]:
+        return dataclasses.asdict(value) | {name: getattr(value, name) for name in names}
+
     def program(found: Program | None, estimate: Estimate | None) -> dict[str, Any] | None:
         if found is None:
             return None
-        fields = dataclasses.asdict(found)
+        fields = with_properties(found, "flops", "useful_flops", "fp8_share", "fp8_gathers")
         del fields["text"]  # Longer than all the rest.
-        fields["products"] = [
-            {
-                **dataclasses.asdict(p),
-                "verdict": p.verdict.value,
-                "format": p.format,
-                "flops": p.flops,
-                "useful_flops": p.useful_flops,
-            }
-            for p in found.products
-        ]
-        fields["collectives"] = [
-            {**dataclasses.asdict(c), "wire": c.wire, "sent": c.sent, "reduces_gradients": c.reduces_gradients}
-            for c in found.collectives
-        ]
-        fields["others"] = {"count": found.others.count, "bytes": found.others.bytes, **fields["others"]}
-        shares = {"fp8_share": found.fp8_share, "fp8_gathers": found.fp8_gathers}
-        verdicts = (Verdict.FP8, Verdict.EMULATED) if report.device.hardware.emulates else (Verdict.FP8,)
-        shares["by_format"] = {name: dataclasses.asdict(one) for name, one in found.by_format(*verdicts).items()}
-        shares["rotations"] = sum(product.executions for product in found.rotations)
-        totals = {"flops": found.flops, "useful_flops": found.useful_flops, **shares}
-        return {**totals, **fields, "estimate": estimate and {**dataclasses.asdict(estimate), "total": estimate.total}}
+        of_product, of_collective = ("format", "flops", "useful_flops"), ("wire", "sent", "reduces_gradients")
+        by_format = found.by_format(*report.asked)
+        return fields | {
+            "products": [with_properties(p, *of_product) | {"verdict": p.verdict.value} for p in found.products],
+            "collectives": [with_properties(collective, *of_collective) for collective in found.collectives],
+            "others": with_properties(found.others, "count", "bytes"),
+            "by_format": {name: dataclasses.asdict(one) for name, one in by_format.items()},
+            "rotations": sum(product.executions for product in found.rotations),
+            "estimate": estimate and with_properties(estimate, "total"),
+        }
 
     device, figures = report.device, ("speedup", "speedup_range", "peak_memory_ratio", "findings", "caveats")
     return {
@@ -311,6 +318,7 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
         "device": {
             "name": device.name,
             "kind": device.kind,
+            "cudnn": device.cudnn if isinstance(device, CompilableGpu) else None,
             "peaks": device.peaks and dataclasses.asdict(device.peaks),
         },
         "mesh": report.mesh,
@@ -326,16 +334,17 @@ CUBLASLT_FP8 = "cublasLt f8"
 
 def first_line(flags: XlaFlags, device: CompilableDevice, step: Program, other: Program | None) -> str:
     """The flags that the step was compiled with; for NVIDIA GPUs, also what changes with the other setting for Triton's
-    products, if the step was compiled with that too."""
+    products, if the step was compiled with that too, and the version of cuDNN, if XLA was told one."""
     line = f"XLA flags: {flags}"
     if device.hardware.platform != "cuda":
         return line
+    cudnn = f"; cuDNN {device.cudnn}" if isinstance(device, CompilableGpu) else ""
     setting, opposite = (str(value).lower() for value in (flags.triton_products, not flags.triton_products))
     if TRITON_PRODUCTS not in flags.values:
         line += f" ({TRITON_PRODUCTS}={setting})"
     if other is None:
-        return f"{line}; not compiled with {TRITON_PRODUCTS}={opposite}"
-    return f"{line}; with {TRITON_PRODUCTS}={opposite}: {', '.join(_changes(device, step, other))}"
+        return f"{line}; not compiled with {TRITON_PRODUCTS}={opposite}{cudnn}"
+    return f"{line}; with {TRITON_PRODUCTS}={opposite}: {', '.join(_changes(device, step, other))}{cudnn}"
 
 
 def _changes(device: CompilableDevice, step: Program, other: Program) -> list[str]:
@@ -372,6 +381,13 @@ def findings(step: Program, baseline: Program | None, device: CompilableDevice) 
         found.append(
             f"products that read FP8 and widen it inside their Triton kernel: {widened}; on the device XLA times it "
             "against cuBLASLt's FP8 product and uses the faster one"
+        )
+    in_fp4 = _runs(step, lambda product: product.is_fp8 and product.format == "FP4")
+    if in_fp4 and isinstance(device, CompilableGpu) and not device.scales_inside:
+        newer = ".".join(map(str, SCALES_INSIDE))
+        found.append(
+            f"cuDNN {device.cudnn} leaves the scales of tensors to XLA, in two launches after each of {in_fp4} FP4 "
+            f"products: install {newer} or newer"
         )
     if partial := imprecise_sums(step, device):
         found.append(

@@ -14,6 +14,7 @@ from .conditions import (
     formats_swapped,
     growth,
     jump,
+    moved_at_once,
     noise,
     not_calibrated,
     not_finite,
@@ -24,7 +25,6 @@ from .conditions import (
     underflow,
 )
 from .finding import Finding, Problem, Remedy, Words
-from .kernels import UNUSUAL, foreign_state, moved_at_once
 from .operand import Operand, Seen
 from .thresholds import Thresholds
 
@@ -41,7 +41,6 @@ class Check:
         condition: Sees it, in any of the operands.
         words: How it is printed, with the advice.
         remedy: What `apply_remedies` does about it.
-        explains_layer: Whether it explains all else that is wrong with the layer.
         explains_all: Whether it explains all else that is wrong with the model.
     """
 
@@ -49,7 +48,6 @@ class Check:
     condition: Condition
     words: Words
     remedy: Remedy = Remedy.NONE
-    explains_layer: bool = False
     explains_all: bool = False
 
     def findings(self, all: list[Operand], thresholds: Thresholds) -> list[Finding]:
@@ -82,7 +80,6 @@ _OLD_SPIKE = {
     **_FLUSHED,
     "largest": ": the scale follows an amax of {largest:.2g} from {age:g} steps ago, this step's is {amax:.2g}",
 }
-_RECORDED = {"recorded": "amax {amax:.2g}; the last step recorded {recorded:.2g}"}
 _CLIPPED = {"saturation": "{saturation:.2%} of the elements are clipped at {format_max:g} times the scale"}
 _LIMIT_OF_UNDERFLOW = {"underflow": "{underflow:.0%}"}
 _ANOTHER_LOSS = (
@@ -172,7 +169,7 @@ CHECKS: tuple[Check, ...] = (
         moved_at_once,
         Words(
             {
-                **_RECORDED,
+                "recorded": "amax {amax:.2g}; the last step recorded {recorded:.2g}",
                 "moved": ". {moved} of {kernels} kernels moved that far: {others}. Everything else that is wrong "
                 "follows from it",
             },
@@ -181,26 +178,6 @@ CHECKS: tuple[Check, ...] = (
             "to a checkpoint",
         ),
         explains_all=True,
-    ),
-    Check(
-        Problem.FOREIGN_STATE,
-        foreign_state,
-        Words(
-            {
-                **_RECORDED,
-                "owners": ", the amax of {others}",
-                "alike": ", about the amax that {others} has too",
-                "several": ", about the amax of {several} other kernels",
-            },
-            {
-                "kernel_jump": "a factor of {kernel_jump:g}",
-                "kernel_mismatch": "a factor of {kernel_mismatch:g}, where other steps and kernels move "
-                f"{UNUSUAL:g} times less",
-            },
-            "the state is not that of this layer: it was loaded from elsewhere, or the weight was replaced. Calibrate "
-            "again: model = step.calibrate(model, *batch); or load matching state",
-        ),
-        explains_layer=True,
     ),
     Check(
         Problem.SHORT_HISTORY,

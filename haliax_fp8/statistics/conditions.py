@@ -6,7 +6,7 @@ import numpy as np
 
 from .._numerics.formats import E2M1, E4M3, E5M2
 from ..recipes.scaling import CurrentScaling, DelayedScaling, StaticScaling
-from ..recipes.scaling.amax_of_history import MaxOfHistory, MostRecent, RecoveringMax
+from ..recipes.scaling.amax_of_history import MaxOfHistory, MostRecent, Percentile, RecoveringMax
 from .finding import HISTORY
 from .operand import Operand, Seen
 from .thresholds import Thresholds
@@ -52,6 +52,20 @@ def not_calibrated(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]
     limits = {"saturation": thresholds.saturation, "underflow": thresholds.underflow} if unfit else {}
     for operand in unfit or fresh[: len(everywhere)]:
         yield Seen(operand, {"scale": 1.0, **everywhere, "amax": operand["amax"], **_shares(operand)}, limits)
+
+
+def moved_at_once(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]:
+    """Most kernels changed that much in one step: the learning rate. No scale fits after that, so it explains all."""
+    changes = [(change, operand) for operand in all if (change := _change(operand)) is not None]
+    moved = [(change, operand) for change, operand in changes if change > thresholds.kernel_jump]
+    if len(changes) < 3 or 2 * len(moved) <= len(changes):
+        return
+    change, worst = max(moved, key=lambda pair: pair[0])
+    assert worst.history is not None
+    counts = {"moved": len(moved), "kernels": len(changes)}
+    seen = {"amax": worst["amax"], "recorded": worst.history.newest, "kernel_jump": change, **counts}
+    names = tuple(operand.numbered_layer for _, operand in moved)
+    yield Seen(worst, seen, {"kernel_jump": thresholds.kernel_jump}, names)
 
 
 def short_history(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]:
@@ -238,6 +252,17 @@ def _is_old_spike(operand: Operand, thresholds: Thresholds) -> bool:
 def _is_clipped(operand: Operand, thresholds: Thresholds) -> bool:
     """Whether clipping costs more than rounding ever could: a few elements just above the maximum do no harm."""
     return operand["saturation"] > thresholds.saturation and operand["error"] > operand.format.relative_error**2
+
+
+def _change(kernel: Operand) -> float | None:
+    """By what factor a kernel's amax differs from what the last step recorded; None if it recorded another number."""
+    history, scaling = kernel.history, kernel.quantization.scaling
+    if kernel.name != "kernel" or history is None or min(history.newest, kernel["amax"]) <= 0.0:
+        return None
+    if isinstance(scaling, DelayedScaling) and isinstance(scaling.amax_compute, Percentile):
+        return None
+    ratio = kernel["amax"] / history.newest
+    return max(ratio, 1.0 / ratio)
 
 
 def _shares(operand: Operand) -> dict[str, float]:

@@ -64,13 +64,10 @@ def check(operands: list[Operand], thresholds: Thresholds) -> tuple[Finding, ...
         thresholds: As in `diagnose`.
     """
     findings: dict[tuple[str, tuple[int, ...], str], Finding] = {}
-    explained: set[tuple[str, tuple[int, ...]]] = set()
     for row in CHECKS:
-        new = [x for x in row.findings(operands, thresholds) if (x.layer, x.index) not in explained]
+        new = row.findings(operands, thresholds)
         for finding in new:
             findings.setdefault((finding.layer, finding.index, finding.operand), finding)
-        if row.explains_layer:
-            explained |= {(x.layer, x.index) for x in new}
         if new and row.explains_all:
             break
     return tuple(findings.values())

@@ -18,7 +18,6 @@ class Problem(enum.Enum):
     NOT_FINITE = "not finite"
     NOT_CALIBRATED = "not calibrated"
     FORMATS_SWAPPED = "formats swapped"
-    FOREIGN_STATE = "state of another layer"
     SHORT_HISTORY = "history too short"
     JUMP = "jump"
     GROWTH = "growth"

@@ -1,16 +1,13 @@
-"""The amaxes that an op remembers, in time; and how old a scale is."""
+"""The amaxes that an op remembers, in time."""
 
 import dataclasses
 
-import equinox as eqx
 import numpy as np
 
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
-from ..layers.checks import require_model, table_on_host
-from ..layers.walk import named_ops
+from ..layers.checks import table_on_host
 from ..recipes.scaling import DelayedScaling
-from .result import OPERANDS, numbered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +55,6 @@ class History:
         """How many steps ago the amax was measured that the scale comes from; 0 if it was in the last step."""
         return int(np.argmax(self.amaxes[::-1]))
 
-    @property
-    def recorded(self) -> int:
-        """How many steps recorded an amax above 0."""
-        return int((self.amaxes > 0.0).sum())
-
-    @property
-    def largest_change(self) -> float:
-        """The largest change from one recorded amax to the next, in binades."""
-        logs = np.log2(self.amaxes[self.amaxes > 0.0])
-        return float(np.abs(np.diff(logs)).max(initial=0.0))
-
     def growth(self, steps: int) -> float:
         """The factor by which the amax grew over the last steps, if it grew in each of them; else 1.
 
@@ -79,30 +65,3 @@ class History:
         if len(last) <= steps or last[0] <= 0.0 or not (np.diff(last) > 0.0).all():
             return 1.0
         return float(last[-1] / last[0])
-
-
-def scale_ages(model: object) -> dict[str, int]:
-    """How many steps ago the amaxes were measured that the scales of delayed scaling come from.
-
-    An age near the length of the history means that the scale still follows a spike.
-
-    Args:
-        model: A converted model, outside `jit`.
-
-    Returns:
-        Ages by `{layer}/{operand}`, as `ModelStatistics.flat` names them; without operands that keep no history.
-
-    Example:
-        >>> scale_ages(fp8_linear_layers(model))["layers.0/input"]
-        0
-    """
-    require_model(model, "scale_ages(model)")
-    ages = {}
-    for path, op in named_ops(model):
-        if not isinstance(op.state, OpState) or not eqx.is_array(op.state.table.array):
-            continue
-        for index in np.ndindex(op.state.table.array.shape[:-2]):
-            for row, operand in enumerate(OPERANDS):
-                if (history := History.of(op, row, index)) is not None:
-                    ages[f"{numbered(path, index)}/{operand}"] = history.age
-    return ages

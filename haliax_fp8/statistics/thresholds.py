@@ -11,7 +11,7 @@ from .._printing import Printable, new_table
 
 
 # Factors whose logarithm is taken or whose square is a divisor, and a number of steps.
-_POSITIVE = "kernel_jump", "kernel_mismatch", "growth_steps", "over_noise"
+_POSITIVE = "kernel_jump", "growth_steps", "over_noise"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -24,8 +24,7 @@ class Thresholds(Printable):
         saturation: The share of clipped elements, where clipping costs more than rounding could.
         underflow: The share of elements flushed to zero.
         jump: How many times an amax may exceed the largest of its history.
-        kernel_jump: By what factor the amax of a kernel may change in one step; those of most kernels, by its root.
-        kernel_mismatch: The same, where earlier steps and other kernels change four times less.
+        kernel_jump: By what factor the amaxes of most kernels may change in one step.
         growth: By what factor an amax may grow that grows in each of the last `growth_steps` steps.
         growth_steps: See `growth`.
         kurtosis: The kurtosis of inputs and kernels with one scale, if also `underflow_of_outliers` is exceeded.
@@ -40,8 +39,7 @@ class Thresholds(Printable):
     saturation: float = 0.001
     underflow: float = 0.05
     jump: float = 4.0
-    kernel_jump: float = 2.0
-    kernel_mismatch: float = 1.1
+    kernel_jump: float = 1.4
     growth: float = 4.0
     growth_steps: int = 8
     kurtosis: float = 50.0

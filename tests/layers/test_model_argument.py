@@ -52,7 +52,6 @@ OF_TREES = {
     "serving_mismatch(train_model, served, batch)": lambda model: serving.serving_mismatch(MODEL, model, X),
     "diagnose(model, statistics)": lambda model: statistics.diagnose(model, None),
     "where_not_finite(model, loss_fn, *batch)": lambda model: statistics.where_not_finite(model, loss_fn, X),
-    "scale_ages(model)": statistics.scale_ages,
     "quantization_statistics(model, loss_fn, *batch)": lambda model: fp8.quantization_statistics(model, loss_fn, X),
     "calibrate(model, loss_fn, batches)": lambda model: fp8.calibrate(model, loss_fn, [X]),
     "cast_params(model, dtype)": lambda model: fp8.cast_params(model, jnp.bfloat16),

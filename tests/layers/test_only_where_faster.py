@@ -132,11 +132,11 @@ def test_blocks_do_not_pay_as_xla_compiles_them():
 
 def test_products_of_blocks_by_hand():
     """They reach another share of the peak than products with one scale; those in bf16 do not."""
-    shares = Efficiency(flops=0.8, fp8_flops=0.7, block_flops=0.5, launch=0.0)
-    flop = 2 * 8192 * 4096 * 14336
-    for recipe, share in (("mxfp8", 0.5), ("delayed", 0.7)):
+    shares = Efficiency(flops=0.8, fp8_flops=0.7, block_flops=0.5, fp4_flops=0.3, launch=0.0)
+    flop, fp8, fp4 = 2 * 8192 * 4096 * 14336, peaks["b200"].fp8, peaks["b200"].fp4
+    for recipe, rate in (("mxfp8", 0.5 * fp8), ("nvfp4", 0.3 * fp4), ("delayed", 0.7 * fp8)):
         prediction = predicted(8192, 4096, 14336, "b200", recipe, efficiency=shares)
-        assert prediction.products == pytest.approx(3 * flop / (share * peaks["b200"].fp8), rel=1e-12)
+        assert prediction.products == pytest.approx(3 * flop / rate, rel=1e-12)
         assert prediction.bf16 == pytest.approx(3 * flop / (0.8 * peaks["b200"].bf16), rel=1e-12)
 
 

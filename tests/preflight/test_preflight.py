@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import importlib.metadata
 import io
 import json
 import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import equinox as eqx
 import haliax as hax
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 import pytest
 from compiled_models import abstract, struct
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from packaging.requirements import Requirement
 from rich.console import Console
 
 import haliax_fp8 as fp8
@@ -25,10 +28,10 @@ from haliax_fp8.preflight import (
     Verdict,
     check_fp8_call,
     compilable_devices,
-    has_fp8_product,
     inspect_step,
 )
-from haliax_fp8.preflight.devices import as_compilable
+from haliax_fp8.preflight.compilers import NVIDIA
+from haliax_fp8.preflight.devices import CUDNN, as_compilable
 
 
 def gpu(name):
@@ -376,23 +379,24 @@ def test_json_has_every_product(compared):
     assert found["findings"] and found["caveats"] == list(compared.caveats)
 
 
-def test_text_and_markdown_say_the_same(compared):
-    # The words of text run over the ends of lines.
-    text, markdown = " ".join(str(compared).split()), compared.to_markdown()
-    for words in (
-        " 100.0% of the FLOPs in FP8 on the local devices, emulated",
-        "model.layers.0-2",
-        "fprop",
-        "include communication" if compared.step.collectives else "ms",
-    ):
+@pytest.mark.parametrize("in_full", [False, True])
+def test_text_and_markdown_say_the_same(compared, in_full):
+    wide = Console(width=500, file=io.StringIO())  # No line breaks.
+    wide.print(compared.in_full if in_full else compared.__rich__())
+    text, markdown = wide.file.getvalue(), compared.to_markdown(in_full=in_full)
+    for words in ("100.0% of the FLOPs in FP8 on the local devices, emulated", "model.layers.0-2", "fprop"):
         assert words in text and words in markdown
-    # Every line of a table has as many cells as its head.
-    for table in re.findall(r"(?:^\|.*\n)+", markdown, re.MULTILINE):
-        assert len({line.count("|") for line in table.splitlines()}) == 1
-    # What the estimate assumes is for those who ask.
-    whole = Console(width=80, file=io.StringIO())
-    whole.print(compared.in_full)
-    assert "TB/s" not in text and "TB/s" in markdown and "TB/s" in whole.file.getvalue()
+    assert all(finding in text and finding in markdown for finding in (*compared.findings, *compared.caveats))
+    tables = re.findall(r"(?:^\|.*\n)+", markdown, re.MULTILINE)
+    assert len(tables) == 2
+    for table in tables:
+        head, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+        assert {len(line) for line in lines} == {len(head)}
+        assert all(cell.removeprefix("&emsp;") in text for line in (head, *lines) for cell in line)
+    # Each product, and what the estimate assumes, are for those who ask.
+    for shown in (text, markdown):
+        assert ("TB/s" in shown) == in_full
+        assert all(product.shape in shown for product in compared.products) == in_full
 
 
 def test_alike_layers_share_a_line(compared):
@@ -498,6 +502,26 @@ def test_narrow_types_that_no_unit_multiplies(name, dtype):
     assert device.lacks("f8e8m0fnu") is None and device.lacks("s8") is None  # scales, and other products
 
 
+def plugin():
+    """JAX's package for NVIDIA GPUs, in the environment or where `install-compiler` put it; None without it."""
+    places = [*sys.path, str(NVIDIA.directory)]
+    return next(iter(importlib.metadata.distributions(name="jax-cuda13-plugin", path=places)), None)
+
+
+@pytest.mark.skipif(plugin() is None, reason="needs the package jax-cuda13-plugin")
+def test_jax_installs_the_cudnn_that_xla_is_told():
+    required = map(Requirement, plugin().requires)
+    (cudnn,) = (found.specifier for found in required if found.name == "nvidia-cudnn-cu13")
+    assert cudnn.contains(CUDNN)
+    assert {gpu.cudnn for gpu in compilable_devices.values() if isinstance(gpu, CompilableGpu)} == {CUDNN}
+
+
+@pytest.mark.parametrize("cudnn", ["9.14", "9.28.1.4", "v9.28.1", ""])
+def test_a_cudnn_that_is_no_version(cudnn):
+    with pytest.raises(ValueError, match=r"cudnn='.*' of b200 is not a version such as '9\.28\.1'"):
+        dataclasses.replace(compilable_devices["b200"], cudnn=cudnn)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
 def test_what_saves_time_changes_no_launch(compiled):
@@ -541,18 +565,38 @@ def test_check_of_the_guide(jit, function, found, capsys):
     lowered = jit(function).lower(jnp.ones((16, 32)), jnp.ones((32, 64)))
     check_fp8_call(lowered)
     assert capsys.readouterr().out == ("Fp8 call detected!\n" if found else "No Fp8 call!\n")
-    assert has_fp8_product(lowered) is found
-    assert has_fp8_product(lowered.as_text()) is found
-    assert jit is eqx.filter_jit or has_fp8_product(lowered.as_text("hlo")) is found
     # On a CPU nothing multiplies in FP8.
-    assert not has_fp8_product(lowered.compile())
+    assert not inspect_step(function, jnp.ones((16, 32)), jnp.ones((32, 64)), device="local").has_fp8_product
 
 
-@pytest.mark.parametrize("check", [check_fp8_call, has_fp8_product])
+class Rewritten:
+    """A lowered function whose operands XLA's compiler for GPUs narrows."""
+
+    def as_text(self):
+        return "module @jit_f {}"
+
+    def compile(self):
+        return SimpleNamespace(as_text=lambda: self.PROGRAM)
+
+    PROGRAM = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (a: f8e4m3fn[16,32], b: f8e5m2[32,64]) -> f32[16,64] {
+  %a = f8e4m3fn[16,32]{1,0} parameter(0)
+  %b = f8e5m2[32,64]{1,0} parameter(1)
+  ROOT %d = f32[16,64]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_the_check_sees_what_xla_multiplies_in_fp8_unasked(capsys):
+    check_fp8_call(Rewritten())
+    assert capsys.readouterr().out == "Fp8 call detected!\n"
+
+
 @pytest.mark.parametrize("program", [fp8_dot, 3, None])
-def test_what_is_no_program_is_refused(check, program):
+def test_what_is_no_program_is_refused(program):
     with pytest.raises(ValueError, match=r"is of type \w+; pass jax.jit\(f\).lower\(\*args\)"):
-        check(program)
+        check_fp8_call(program)
 
 
 def run_alone(code):

@@ -1,5 +1,6 @@
 """Every product of a program is found, with the FLOPs that its sizes give: counted here by hand, or from the model."""
 
+import dataclasses
 import json
 import math
 import re
@@ -18,7 +19,7 @@ from hypothesis import given, strategies as st
 import haliax_fp8 as fp8
 from haliax_fp8.devices import Efficiency
 from haliax_fp8.devices.roofline import Roofline
-from haliax_fp8.preflight import Memory, Verdict, compilable_devices, inspect_step
+from haliax_fp8.preflight import Memory, PreflightReport, Verdict, compilable_devices, inspect_step
 from haliax_fp8.preflight.analyze import analyze
 from haliax_fp8.preflight.compile import Compiled
 from haliax_fp8.preflight.sizes import _pairs
@@ -331,35 +332,51 @@ def test_block_scaled_products():
     assert (product.implementation, product.verdict, product.format) == ("scaled-dot", Verdict.FP8, "FP8")
 
 
+FOUR, EIGHT = "f4e2m1fn[{0},{0}]{{1,0:E(4)}}", "f8e4m3fn[{0},{0}]{{1,0}}"
+
+
+def product_of_blocks(k, second):
+    """On a B200, of an operand in FP4 and another one."""
+    return read(
+        module(
+            [
+                f"%a = {FOUR.format(k)} parameter(0)",
+                f"%b = {second.format(k)} parameter(1)",
+                f"%sa = f8e4m3fn[{k},{k // 16}]{{1,0}} parameter(2)",
+                f"%sb = f8e4m3fn[{k},{k // 16}]{{1,0}} parameter(3)",
+                f"ROOT %d = bf16[{k},{k}]{{1,0}} scaled-dot(%a, %b, %sa, %sb), lhs_contracting_dims={{1}}, "
+                "rhs_contracting_dims={1}",
+            ]
+        ),
+        "b200",
+    )
+
+
 def test_products_in_fp4_are_in_low_precision_and_at_its_rate():
     """Two operands of half a byte an element; one in FP8 makes it a product of FP8 units."""
     k = 2**16
     peaks = compilable_devices["b200"].peaks
-    roofline = Roofline(peaks, Efficiency(launch=0.0, block_flops=0.5, bandwidth=1.0))
-
-    def program(second):
-        return read(
-            module(
-                [
-                    f"%a = f4e2m1fn[{k},{k}]{{1,0:E(4)}} parameter(0)",
-                    f"%b = {second} parameter(1)",
-                    f"%sa = f8e4m3fn[{k},{k // 16}]{{1,0}} parameter(2)",
-                    f"%sb = f8e4m3fn[{k},{k // 16}]{{1,0}} parameter(3)",
-                    f"ROOT %d = bf16[{k},{k}]{{1,0}} scaled-dot(%a, %b, %sa, %sb), lhs_contracting_dims={{1}}, "
-                    "rhs_contracting_dims={1}",
-                ]
-            ),
-            "b200",
-        )
-
-    four, eight = program(f"f4e2m1fn[{k},{k}]{{1,0:E(4)}}"), program(f"f8e4m3fn[{k},{k}]{{1,0}}")
+    roofline = Roofline(peaks, Efficiency(launch=0.0, block_flops=0.5, fp4_flops=0.25, bandwidth=1.0))
+    four, eight = product_of_blocks(k, FOUR), product_of_blocks(k, EIGHT)
     assert four.fp8_share == eight.fp8_share == 1.0
     counts = [{name: one.products for name, one in p.by_format().items()} for p in (four, eight)]
     assert counts == [{"FP4": 1, "FP8": 0}, {"FP4": 0, "FP8": 1}]
     assert four.words(Verdict.FP8) == "100.0% of the FLOPs in FP4"
     assert four.products[0].bytes == 2 * k**2 // 2 + 2 * k * (k // 16) + 2 * k**2
-    times = [2 * k**3 / (0.5 * peak) for peak in (peaks.fp4, peaks.fp8)]
+    times = [2 * k**3 / (0.25 * peaks.fp4), 2 * k**3 / (0.5 * peaks.fp8)]
     assert [p.estimate(roofline).products for p in (four, eight)] == pytest.approx(times)
+
+
+@pytest.mark.parametrize(
+    ("cudnn", "second", "warns"),
+    [("9.12.5", FOUR, True), ("9.13.0", FOUR, False), ("10.0.0", FOUR, False), ("9.12.5", EIGHT, False)],
+)
+def test_an_old_cudnn_leaves_the_scales_of_fp4_to_xla(cudnn, second, warns):
+    device = dataclasses.replace(compilable_devices["b200"], cudnn=cudnn)
+    report = PreflightReport(device, {"devices": 1}, product_of_blocks(64, second))
+    assert any(f"cuDNN {cudnn} leaves" in finding for finding in report.findings) == warns
+    assert report.to_markdown().splitlines()[0].endswith(f"; cuDNN {cudnn}")
+    assert json.loads(report.to_json())["device"]["cudnn"] == cudnn
 
 
 @pytest.mark.parametrize(

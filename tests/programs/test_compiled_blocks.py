@@ -1,5 +1,6 @@
 """Products with a scale for each block on several GPUs that are not here: what runs, and what is sent."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -12,6 +13,7 @@ import haliax_fp8 as fp8
 from haliax_fp8._product import blocks
 from haliax_fp8.memory import KernelResidual
 from haliax_fp8.preflight import compilable_devices, inspect_step
+from haliax_fp8.preflight.devices import CUDNN
 
 
 pytestmark = [
@@ -128,6 +130,19 @@ def test_nvfp4_multiplies_in_fp4_on_one_device_and_on_several(sharding, sides):
     assert {(p.name, p.lhs, p.rhs, p.implementation) for p in products} == {
         (name, "f4e2m1fn", "f4e2m1fn", "cuDNN block scaled") for name in ("fprop", "dgrad", "wgrad")
     }
+
+
+def test_from_which_cudnn_on_its_products_take_the_scale_of_a_tensor():
+    """XLA's two launches behind each product go, as the warning of older ones says; nothing else changes since."""
+    config = fp8.Fp8Config(recipe="nvfp4", emulate=True)
+    make = lambda: fp8.fp8_linear_layers(eqx.nn.Linear(256, 512, use_bias=False, key=jax.random.key(0)), config)
+    model, x = eqx.filter_eval_shape(make), jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16)
+    forward = lambda model, x: jax.vmap(fp8.cast_params(model, jnp.bfloat16))(x)
+    on = lambda version: dataclasses.replace(compilable_devices["b200"], cudnn=version)
+    reports = {version: inspect_step(forward, model, x, device=on(version)) for version in ("9.12.9", "9.13.0", CUDNN)}
+    old, first, today = (report.step.others.count for report in reports.values())
+    assert old == first + 2 and first == today
+    assert [any("leaves the scales" in found for found in r.findings) for r in reports.values()] == [True, False, False]
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])

@@ -33,7 +33,6 @@ from haliax_fp8.statistics import (
     apply_remedies,
     diagnose,
     every,
-    scale_ages,
 )
 from haliax_fp8.statistics.diagnose import check
 from haliax_fp8.statistics.history import History
@@ -162,38 +161,14 @@ def test_histories_are_read_in_the_order_of_time():
 @pytest.mark.parametrize("kernels", [2, 3])
 @pytest.mark.parametrize("factor", [16.0, 1 / 16])
 def test_kernels_that_are_not_those_of_the_last_step(kernels, factor):
-    """Smaller or larger; one alone was replaced, most of many were moved by one step, which is said once."""
+    """Smaller or larger; most of several were moved by one step, which is said once. Of two it tells nothing."""
     amaxes = [factor if i < 2 else 1.0 for i in range(kernels)]
     all = [operand(f"layers.{i}", "kernel", DelayedScaling(), [1.0], amax=amax) for i, amax in enumerate(amaxes)]
     found = checked(*all)
-    assert [f.problem for f in found] == [Problem.JUMP] if kernels >= 3 else [Problem.FOREIGN_STATE] * 2
+    assert [f.problem for f in found] == ([Problem.JUMP] if kernels >= 3 else [])
     for finding in found:
         assert finding.seen["kernel_jump"] == 16.0 and finding.limits == {"kernel_jump": Thresholds().kernel_jump}
         assert (finding.seen["amax"], finding.seen["recorded"]) == (factor, 1.0)
-
-
-@pytest.mark.parametrize(
-    "history, now, others, is_foreign",
-    [
-        # Hardly moved so far, as the others; then 20 %.
-        ([1.0, 1.01, 1.0, 1.01], 1.21, 1.0, True),
-        # It does that in every step.
-        ([1.0, 1.1, 1.2, 1.3], 1.5, 1.0, False),
-        # The others do as well: a large step.
-        ([1.0, 1.01, 1.0, 1.01], 1.21, 1.15, False),
-        # 5 % is not noticeable.
-        ([1.0, 1.01, 1.0, 1.01], 1.06, 1.0, False),
-        # A kernel that began with zeros, in its second step.
-        ([0.0, 0.0, 0.0, 0.1], 0.2, 1.0, False),
-    ],
-    ids=["foreign", "quick", "all", "near", "new"],
-)
-def test_a_kernel_is_judged_by_its_past_and_by_the_others(history, now, others, is_foreign):
-    steady = [1.0, 1.0, 1.0, 1.0]
-    all = [operand("0", "input", DelayedScaling(), steady), operand("0", "kernel", DelayedScaling(), history, amax=now)]
-    all += [operand(str(i), "kernel", DelayedScaling(), steady, amax=others) for i in range(1, 5)]
-    foreign = [f for f in checked(*all) if f.problem is Problem.FOREIGN_STATE]
-    assert [(f.layer, f.limits) for f in foreign] == ([("0", {"kernel_mismatch": 1.1})] if is_foreign else [])
 
 
 def test_a_percentile_is_no_amax():
@@ -394,57 +369,6 @@ def test_formats_swapped():
         assert op.recipe == Recipe.of(DelayedScaling(amax_history_length=HISTORY))
 
 
-def test_state_of_another_layer(healthy):
-    """Of a checkpoint whose weights are a quarter as large: the clipped inputs of the layer follow from it."""
-    other = healthy.layers[2].dot_general.state.array.at[:, :-1].multiply(0.25)
-    from_elsewhere = dataclasses.replace(at(healthy, 2), state=at(healthy, 2).state.with_array(other))
-    scales = 0.25 * at(healthy, 2).state.scale
-    from_elsewhere = dataclasses.replace(from_elsewhere, state=from_elsewhere.state.with_scale(scales))
-    model = eqx.tree_at(lambda m: m.layers[2].dot_general, healthy, from_elsewhere)
-    diagnosis = found(model)
-    assert findings(diagnosis) == [("layers.2", "kernel", Problem.FOREIGN_STATE, Remedy.NONE)]
-    assert "Calibrate again: model = step.calibrate(model, *batch)" in diagnosis.findings[0].advice
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("i, j", [(0, 1), (0, DEPTH), (1, DEPTH), (2, DEPTH)])
-def test_states_of_two_layers_exchanged(healthy, i, j):
-    """Both are named. Kernels 0 and 1 differ by 10 % only, 2 from either by 5, which harms no scale."""
-    where = lambda k: (lambda m: m.head.dot_general) if k == DEPTH else (lambda m: m.layers[k].dot_general)
-    both = lambda m: (where(i)(m), where(j)(m))
-    diagnosis = found(eqx.tree_at(both, healthy, both(healthy)[::-1]))
-    names = ["head" if k == DEPTH else f"layers.{k}" for k in (i, j)]
-    named = [(name, "kernel", Problem.FOREIGN_STATE, Remedy.NONE) for name in names]
-    assert sorted(findings(diagnosis)[:2], key=str) == sorted(named, key=str)
-    assert any(f"the amax of {name}" in f.seen_in_words for f in diagnosis.findings[:2] for name in names)
-
-
-def test_a_state_that_fits_several_kernels_is_not_said_to_be_that_of_one():
-    """Kernels of one shape begin with equal bounds; one that was replaced left its own state."""
-    model = fp8.fp8_linear_layers(eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 3, key=KEY))
-    square = lambda model, x: (jax.vmap(model)(x) ** 2).mean()
-    data = (jax.random.normal(KEY, (64, WIDTH)),)
-    model = fp8.calibrate(model, square, [data])
-    bounds = [float(jnp.abs(layer.weight).max()) for layer in model.layers]
-    assert max(bounds) / min(bounds) < 1.05
-    diagnosis = found(with_weight(model, 1, 16 * model.layers[1].weight), square, data)
-    named = [f for f in diagnosis.findings if f.problem is Problem.FOREIGN_STATE]
-    assert [(f.layer, f.operand) for f in named] == [("layers.1", "kernel")]
-    assert named[0].seen_in_words.endswith(", about the amax of 3 other kernels") and len(named[0].others) == 3
-
-
-@pytest.mark.parametrize("amax, seen", [(1.0, "about the amax that layers.1 has too"), (16.0, "the amax of layers.1")])
-def test_only_a_kernel_whose_state_is_foreign_too_is_named_as_its_owner(amax, seen):
-    """Amax and record of layers 0 and 1 are exchanged, or layer 0 was replaced; the third has nothing to do with it."""
-    kernel = lambda path, now, recorded: operand(path, "kernel", DelayedScaling(), [recorded], amax=now)
-    other = kernel("layers.1", 1.0, amax)
-    first, *_ = checked(
-        kernel("layers.0", 16.0, 1.0), other, kernel("layers.2", 4.0, 4.0), kernel("layers.3", 4.0, 4.0)
-    )
-    assert (first.layer, first.problem, first.others) == ("layers.0", Problem.FOREIGN_STATE, ("layers.1",))
-    assert first.seen_in_words.endswith(f"; the last step recorded 1, {seen}")
-
-
 def test_clipped_gradients(healthy):
     """The margin of a scale set by hand is too small for the gradients alone."""
     state = at(healthy, 1).state
@@ -553,7 +477,7 @@ def test_a_spike_of_the_learning_rate(healthy):
 
 
 def test_a_step_that_moves_most_kernels_by_less_than_a_factor_of_two(healthy):
-    """As Adam's at a learning rate close to the weights: no state is taken for that of another layer."""
+    """As Adam's at a learning rate close to the weights."""
 
     def moved(x):
         step = jax.random.rademacher(KEY, x.shape, jnp.float32) * jnp.abs(x).max()
@@ -562,7 +486,7 @@ def test_a_step_that_moves_most_kernels_by_less_than_a_factor_of_two(healthy):
     params = jax.tree.map(lambda x: moved(x) if eqx.is_inexact_array(x) and x.ndim == 2 else x, fp8.trainable(healthy))
     (finding,) = found(eqx.combine(params, healthy)).findings
     assert (finding.operand, finding.problem) == ("kernel", Problem.JUMP) and "learning rate" in finding.advice
-    assert finding.limits == {"kernel_jump": 2.0**0.5} and "1.4 in most kernels" in finding.threshold_in_words
+    assert finding.limits == {"kernel_jump": 1.4} and "1.4 in most kernels" in finding.threshold_in_words
 
 
 @pytest.mark.more
@@ -820,7 +744,7 @@ def test_layers_of_a_stack_are_told_apart_and_an_old_spike_gets_a_shorter_histor
     diagnosis = found(model, square, (x,))
     (finding,) = only(diagnosis, Problem.OLD_SPIKE)
     assert (finding.layer, finding.index, finding.operand) == ("stacked.linear", (1,), "output_grad")
-    assert scale_ages(model)["stacked.linear[1]/output_grad"] == 4 * HISTORY - 2
+    assert finding.seen["age"] == 4 * HISTORY - 2
     with caplog.at_level(logging.INFO, logger="haliax_fp8"):
         mended = apply_remedies(model, diagnosis)
     assert "stacked.linear (output_grad, old spike): a history of 16 steps" in caplog.text

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from matrix_product import MATRIX, loss
 
 import haliax_fp8 as fp8
-from haliax_fp8.statistics import every, scale_ages
+from haliax_fp8.statistics import every
 
 
 ROWS, IN, OUT = 24, 160, 32
@@ -221,15 +221,22 @@ def test_the_share_of_experts_with_rows():
 
 @pytest.mark.more
 def test_ages_of_scales_are_those_of_the_next_step():
-    """As `scale_ages` reads them from the model after the step; operands without history have none."""
+    """Those of the largest amaxes in the histories after the step; operands without history have none."""
     model = fp8.fp8_linear_layers(eqx.nn.MLP(16, 16, 16, 1, key=jax.random.key(0)), recipe="delayed")
     step = fp8.TrainStep(lambda m, x: (jax.vmap(m)(x) ** 2).mean(), optax.sgd(0.1), monitor=every(1))
     opt_state, x = step.init(model), jax.random.normal(jax.random.key(1), (16, 16))
     for i, factor in enumerate((1.0, 4.0, 2.0, 1.0)):
         model, opt_state, metrics = step(model, opt_state, factor * x)
-        ages = {name: float(metrics[f"fp8/{name}/scale_age"]) for name in scale_ages(model)}
-        assert ages == scale_ages(model) and len(ages) == 6
-        assert ages["layers.0/input"] == max(0, i - 1)
+        ages = {name: float(x) for name, x in metrics.items() if name.endswith("/scale_age")}
+        # The newest, then from the oldest on.
+        by_age = lambda history: [history[0], *history[:0:-1]]
+        ops = {f"layers.{n}": layer.dot_general for n, layer in enumerate(model.layers)}
+        assert ages == {
+            f"fp8/{layer}/{name}/scale_age": np.argmax(by_age(op.amax_history(name)))
+            for layer, op in ops.items()
+            for name in ("input", "kernel", "output_grad")
+        }
+        assert ages["fp8/layers.0/input/scale_age"] == max(0, i - 1)
     current = fp8.fp8_linear_layers(eqx.nn.Linear(16, 16, key=jax.random.key(0)), recipe="current")
     measured = eqx.filter_jit(fp8.quantization_statistics)(current, lambda m, x: (jax.vmap(m)(x) ** 2).mean(), x)
     assert not any(name.endswith("scale_age") for name in measured.flat())
