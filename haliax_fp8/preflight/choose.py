@@ -1,4 +1,4 @@
-"""choose: the recipe, what is recomputed, the mesh and the batch with which a step is fastest and fits, by compiling."""
+"""choose: the recipe, what is recomputed, the mesh and the batch with which a step fits and is fastest."""
 
 import dataclasses
 import hashlib
@@ -15,7 +15,6 @@ import jaxlib
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from .._jax.xla import as_stable_text
 from .._numerics.checks import require_bool
 from .._printing import Printable, new_table
 from ..devices.catalog import XlaGpu, catalog
@@ -23,7 +22,7 @@ from ..devices.peaks import Peaks
 from ..devices.roofline import FASTEST, LEAST_GAIN, MOST_GAIN, SLOWEST, WHOLE_STEP, Roofline
 from ..devices.xla_flags import XlaFlags
 from .compile import Traced, make_mesh
-from .devices import CompilableDevice, as_compilable
+from .devices import CompilableDevice, as_compilable, compilable_devices
 from .report import PreflightReport
 from .step import inspect_step
 
@@ -67,7 +66,9 @@ class Choice:
     @property
     def range(self) -> tuple[float, float]:
         """The least and the most tokens per second, under all assumptions."""
-        return self.tokens / max(most for _, most in self.seconds), self.tokens / min(least for least, _ in self.seconds)
+        return self.tokens / max(most for _, most in self.seconds), self.tokens / min(
+            least for least, _ in self.seconds
+        )
 
     def may_be_faster_than(self, other: "Choice") -> bool:
         """Whether it gets through more tokens per second under one of the assumptions: whether the ranges overlap.
@@ -125,8 +126,8 @@ class Choices(Printable):
         if not self.fitting:
             return Group(table, Text("Nothing fits: use more devices or fewer tokens, or recompute more."))
         remark = (
-            "Ranges: the speeds that devices reached, and communication from all hidden to all exposed. A choice is too "
-            "close to call if it is at least as fast as the first under the same assumption."
+            "Ranges: speeds that devices have reached, with communication from all hidden to all exposed. A choice is "
+            "too close to call if, under one of these assumptions, it may be as fast as the first."
         )
         return Group(table, Text(remark), Text(f"\n{self.code(self.fitting[0])}"))
 
@@ -223,7 +224,9 @@ def choose(
     last: Exception | None = None
     for index, keywords in enumerate(points):
         choice = Choice(keywords, keywords["tokens"])
-        if (smaller := next((one for one in found if _takes_less(one, choice, recompute, available)), None)) is not None:
+        if (
+            smaller := next((one for one in found if _takes_less(one, choice, recompute, available)), None)
+        ) is not None:
             found.append(dataclasses.replace(choice, reason=f"takes more than {smaller}"))
             continue
         if progress is not None:
@@ -274,9 +277,7 @@ class _Compiler:
         step, args, *shardings = self.make(**choice.keywords)
         mesh = choice.keywords.get("mesh")
         shardings = shardings[0] if shardings else None
-        traced = Traced.of(
-            step, args, mesh=make_mesh(self.device, self.devices, mesh), shardings=shardings
-        )
+        traced = Traced.of(step, args, mesh=make_mesh(self.device, self.devices, mesh), shardings=shardings)
         if traced.argument_bytes > available:
             return dataclasses.replace(choice, peak=traced.argument_bytes, reason="the arguments alone do not fit")
         file = None if self.cache is None else pathlib.Path(self.cache) / f"{self._key(traced, step, args)}.json"
@@ -316,25 +317,29 @@ class _Compiler:
             jax.__version__,
             jaxlib.__version__,
         )
-        return hashlib.sha256(f"{decides!r}\n{traced.text()}".encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{decides!r}\n{traced.text(self.device)}".encode()).hexdigest()[:32]
 
     def code(self, choice: Choice) -> str:
         """The lines that make a choice, and its report."""
         name = getattr(self.make, "__name__", "make")
         name, module = (name, self.make.__module__) if name.isidentifier() else ("make", "__main__")
-        where = {"device": self.device.name, "devices": self.devices, "mesh": choice.keywords.get("mesh")}
-        where |= {"compiler_options": dict(self.options) or None}
-        more = "".join(f", {name}={value!r}" for name, value in where.items() if value is not None)
-        lines = [] if module == "__main__" else [f"from {module} import {name}"]
-        return "\n".join(
-            [
-                *lines,
-                "from haliax_fp8.preflight import inspect_step",
-                "",
-                f"step, args = {name}({choice})",
-                f"report = inspect_step(step, *args{more})",
-            ]
-        )
+        results = ["step", "args", "shardings"][: len(self.make(**choice.keywords))]
+        options = {
+            "device": repr(self.device.name) if self.device.name in compilable_devices else "device",
+            "devices": None if self.devices is None else repr(self.devices),
+            "mesh": repr(choice.keywords["mesh"]) if "mesh" in choice.keywords else None,
+            "shardings": "shardings" if "shardings" in results else None,
+            "compiler_options": repr(dict(self.options)) if self.options else None,
+        }
+        more = "".join(f", {name}={value}" for name, value in options.items() if value is not None)
+        lines = [
+            *([] if module == "__main__" else [f"from {module} import {name}"]),
+            "from haliax_fp8.preflight import inspect_step",
+            "",
+            f"{', '.join(results)} = {name}({choice})",
+            f"report = inspect_step(step, *args{more})",
+        ]
+        return "\n".join(lines)
 
 
 def _seconds(report: PreflightReport) -> list[tuple[float, float]]:
