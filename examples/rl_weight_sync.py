@@ -5,8 +5,8 @@
 
 A small byte-level Llama learns to write many different lowercase letters. It trains in FP8 with delayed scaling. In
 each round the engine gets its weights, in the layout `FP8_DYNAMIC`, while it runs. Engine and training give the same
-tokens different probabilities, and each round prints how different: for the engine, and for our own served model, with
-the scales of training (`FP8`) and with those that engines compute (`FP8_DYNAMIC`).
+tokens different probabilities, for which importance weights correct. Each round prints how different: for the engine,
+and for our own served model, read from exports with static scales (`FP8`) and with scales of each row (`FP8_DYNAMIC`).
 
 vLLM runs in another process, under the Python that `--engine-python` names, so that PyTorch and JAX need not share an
 environment: see `examples/vllm_engine.py`.
@@ -32,17 +32,15 @@ from safetensors.numpy import save_file
 
 from examples.byte_tokenizer import write_byte_tokenizer
 from haliax_fp8 import TrainStep, calibrate, cast_params, fp8_linear_layers
-from haliax_fp8.huggingface import export_model, serving_tensors
+from haliax_fp8.huggingface import export_model, load, serving_tensors
 from haliax_fp8.models import Transformer, TransformerConfig
-from haliax_fp8.serving import TokenMismatch, log_probability_mismatch, quantize_for_inference
+from haliax_fp8.serving import ImportanceWeights, TokenMismatch, importance_weights, log_probability_mismatch
 
 
 CONFIG = TransformerConfig(layers=2, hidden=128, heads=2, kv_heads=1, head_dim=64, mlp=256, max_length=32, unroll=2)
 PROMPT = list(b"The ")
 SAMPLES, TOKENS = 64, 16
 LEARNING_RATE = 3e-3
-RATIO_LIMIT = 2.0
-"""How much more than its share a token may count whose probability training has higher than the engine had."""
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------
@@ -73,7 +71,8 @@ def log_probabilities(model: Transformer, tokens: jax.Array) -> jax.Array:
 
 
 def loss_fn(model: Transformer, tokens: jax.Array, sampled: jax.Array, advantages: jax.Array) -> jax.Array:
-    """The policy gradient's loss, with each token weighted by how much likelier training has it than the engine.
+    """The policy gradient's loss, with each token weighted by how much likelier training has it than the engine, up to
+    twice.
 
     Args:
         model: The model, its weights in float32.
@@ -82,8 +81,7 @@ def loss_fn(model: Transformer, tokens: jax.Array, sampled: jax.Array, advantage
         advantages: `(samples,)`.
     """
     trained = log_probabilities(cast_params(model, jnp.bfloat16), tokens)
-    ratio = jax.lax.stop_gradient(jnp.minimum(jnp.exp(trained - sampled), RATIO_LIMIT))
-    return -jnp.mean(ratio * advantages[:, None] * trained)
+    return -jnp.mean(importance_weights(trained, sampled).weights * advantages[:, None] * trained)
 
 
 # --- Engines ----------------------------------------------------------------------------------------------------------
@@ -154,8 +152,7 @@ def engine_of(python: str | None, model: Transformer) -> Iterator[Engine]:
     if python is None:
         yield OwnEngine()
         return
-    in_memory = pathlib.Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=in_memory if in_memory.is_dir() else None) as folder:
+    with folder_in_memory() as folder:
         export_model(model, f"{folder}/model", "FP8_DYNAMIC")
         write_byte_tokenizer(f"{folder}/model", max_length=CONFIG.max_length)
         command = [python, str(pathlib.Path(__file__).with_name("vllm_engine.py")), f"{folder}/model"]
@@ -166,9 +163,17 @@ def engine_of(python: str | None, model: Transformer) -> Iterator[Engine]:
                 process.terminate()
 
 
+def folder_in_memory() -> tempfile.TemporaryDirectory[str]:
+    """A folder that takes no disk, where the system has such folders."""
+    in_memory = pathlib.Path("/dev/shm")
+    return tempfile.TemporaryDirectory(dir=in_memory if in_memory.is_dir() else None)
+
+
 def served(model: Transformer, layout: str) -> Transformer:
-    """The model as it is served in this process."""
-    return quantize_for_inference(cast_params(model, jnp.bfloat16), layout)
+    """The model as an engine has it: exported and read again, which rounds scales to bfloat16."""
+    with folder_in_memory() as folder:
+        export_model(model, f"{folder}/model", layout)
+        return load(f"{folder}/model", weights="served")
 
 
 @eqx.filter_jit
@@ -196,19 +201,21 @@ class Round(NamedTuple):
 
     Args:
         reward: The mean over the samples.
-        engine: How far the engine's log-probabilities are from those of training.
-        static: The same for our own served model, with the scales of training.
+        engine: The engine's samples weighted, and how far its log-probabilities are from those of training.
+        static: The distance for our own served model, with static scales.
         dynamic: The same with scales of each row, as the engine has them.
     """
 
     reward: float
-    engine: TokenMismatch
+    engine: ImportanceWeights
     static: TokenMismatch
     dynamic: TokenMismatch
 
     def __str__(self) -> str:
         """A row of the table."""
-        return f"{self.reward:8.3f}" + "".join(f"{float(each.mean):17.4f}" for each in self[1:])
+        mismatches = (self.engine.mismatch, self.static, self.dynamic)
+        errors = "".join(f"{float(each.multiplicative_error):17.4f}" for each in mismatches)
+        return f"{self.reward:8.3f}{float(self.engine.effective_sample_size):8.4f}{errors}"
 
 
 def main(argv: Sequence[str] | None = None) -> list[Round]:
@@ -226,17 +233,19 @@ def main(argv: Sequence[str] | None = None) -> list[Round]:
     step = TrainStep(loss_fn, optax.adam(LEARNING_RATE))
     opt_state, rounds = step.init(model), []
     with engine_of(options.engine_python, model) as engine:
-        print("The mean change of log p from training: of the engine, and of our own served model.")
-        print(f"round  reward{'engine':>17}{'our FP8':>17}{'our FP8_DYNAMIC':>17}")
+        print(
+            "The effective sample size; and the mean of exp |change of log p|: in the engine, and in our served model."
+        )
+        print(f"round  reward{'size':>8}{'engine':>17}{'our FP8':>17}{'our FP8_DYNAMIC':>17}")
         for index in range(options.rounds):
             engine.sync(model)
             # vLLM adds its number to the seed of each sample.
             tokens, sampled = engine.sample(seed=index * SAMPLES)
             models = (cast_params(model, jnp.bfloat16), served(model, "FP8"), served(model, "FP8_DYNAMIC"))
             trained, *own = (log_probabilities(each, jnp.asarray(tokens)) for each in models)
-            mismatches = [log_probability_mismatch(trained, each) for each in (sampled, *own)]
+            mismatches = [log_probability_mismatch(trained, each) for each in own]
             rewards = reward(tokens)
-            rounds.append(Round(float(rewards.mean()), *mismatches))
+            rounds.append(Round(float(rewards.mean()), importance_weights(trained, sampled), *mismatches))
             print(f"{index:5}{rounds[-1]}", flush=True)
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
             batch = (jnp.asarray(tokens), jnp.asarray(sampled), jnp.asarray(advantages, jnp.float32))

@@ -89,7 +89,8 @@ _SINCE_HOPPER = functools.partial(
     shared_memory_per_block_optin=232448,
 )
 _H100 = functools.partial(_SINCE_HOPPER, core_count=132, l2_cache_size=52428800, clock_rate_ghz=1.98)
-_H100_PEAKS = functools.partial(Peaks, fp8=1978.9e12, bf16=989.4e12, f32=494.7e12)
+# Links: half of what NVLink or PCIe moves in both directions together.
+_H100_PEAKS = functools.partial(Peaks, fp8=1978.9e12, bf16=989.4e12, f32=494.7e12, link=450e9)
 
 _AMD = NotCompiled("XLA's compiler for AMD's GPUs needs ROCm")
 _NO_FIGURES = "the catalog lacks the figures that XLA's compiler needs; the nearest device is {}"
@@ -123,7 +124,15 @@ _ROWS = (
             memory_bandwidth=7672320000000,
             device_memory_size=191514411008,
         ),
-        Peaks(4.5e15, 2.25e15, 1.1e15, 7.7e12, "NVIDIA HGX B200 data sheet, per GPU, without sparsity", fp4=9e15),
+        Peaks(
+            4.5e15,
+            2.25e15,
+            1.1e15,
+            7.7e12,
+            "NVIDIA HGX B200 data sheet, per GPU, without sparsity",
+            fp4=9e15,
+            link=900e9,
+        ),
     ),
     Row("gb200", "cuda", "NVIDIA GB200", "10.0", NotCompiled(_NO_FIGURES.format("b200"))),
     Row("v100", "cuda", "Tesla V100-SXM2-16GB", "7.0", NotCompiled("CUDA 13 no longer compiles for it")),
@@ -143,7 +152,7 @@ _ROWS = (
             memory_bandwidth=2039040000000,
             device_memory_size=85100068864,
         ),
-        Peaks(312e12, 312e12, 156e12, 2.039e12, "NVIDIA A100 data sheet, 80GB SXM, without sparsity"),
+        Peaks(312e12, 312e12, 156e12, 2.039e12, "NVIDIA A100 data sheet, 80GB SXM, without sparsity", link=300e9),
     ),
     Row("l4", "cuda", "NVIDIA L4", "8.9", NotCompiled(_NO_FIGURES.format("l40s"))),
     Row(
@@ -152,7 +161,7 @@ _ROWS = (
         "NVIDIA L40S",
         "8.9",
         _ADA(core_count=142, l2_cache_size=100663296, memory_bandwidth=864000000000, device_memory_size=48305799168),
-        Peaks(733e12, 362.05e12, 183e12, 864e9, "NVIDIA L40S data sheet, without sparsity"),
+        Peaks(733e12, 362.05e12, 183e12, 864e9, "NVIDIA L40S data sheet, without sparsity", link=32e9),
     ),
     Row(
         "rtx4090",

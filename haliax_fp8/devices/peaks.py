@@ -19,6 +19,7 @@ class Peaks:
         bandwidth: Bytes per second.
         source: The source of the figures.
         fp4: FLOP/s of products of FP4 operands; None if the device has no such products.
+        link: Bytes per second that it sends to the other devices of its host; None if that is unknown.
     """
 
     fp8: float
@@ -27,6 +28,7 @@ class Peaks:
     bandwidth: float
     source: str
     fp4: float | None = None
+    link: float | None = None
 
     def flops(self, dtype: str) -> float:
         """The peak for operands of an element type.

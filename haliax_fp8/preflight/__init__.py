@@ -8,6 +8,7 @@ installs.
 
 from ..devices.peaks import Peaks as Peaks
 from .check import check_fp8_call as check_fp8_call
+from .choose import Choice as Choice, Choices as Choices, choose as choose
 from .collectives import Collective as Collective, Part as Part
 from .compile import Memory as Memory
 from .devices import (

@@ -64,6 +64,7 @@ class Traced:
 
     program: Any
     mesh: Mesh
+    argument_bytes: int
     bytes_on_host: int
     seconds: float
 
@@ -85,7 +86,17 @@ class Traced:
                 rest = {name: x for name, x in inputs.abstract.items() if name not in donated}
                 given = {name: inputs.abstract[name] for name in donated}
                 program = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
-        return Traced(program, mesh, inputs.bytes_on_host, time.perf_counter() - begin)
+        on_host, on_device = (inputs.bytes_of(on_host=there) for there in (True, False))
+        return Traced(program, mesh, on_device, on_host, time.perf_counter() - begin)
+
+    def text(self, device: CompilableDevice) -> str:
+        """The program before XLA's optimization, without names of files and scopes: the same in every process.
+
+        Args:
+            device: What it is traced for.
+        """
+        with jax.set_mesh(self.mesh), changed_process(variables=device.variables, ignored=_WARNINGS):
+            return self.program.lower().as_text()
 
     @property
     def train_steps(self) -> set[bool]:
@@ -179,10 +190,9 @@ class _Inputs:
     def abstract(self) -> dict[str, Any]:
         return {name: self.leaves[index] for index, name in self.names.items()}
 
-    @property
-    def bytes_on_host(self) -> int:
-        """The size of each device's part of the arrays in host memory."""
-        arrays = [self.leaves[index] for index in self.on_host]
+    def bytes_of(self, *, on_host: bool) -> int:
+        """The size of each device's part of the arrays in host memory, or of the others."""
+        arrays = [self.leaves[index] for index in self.names if (index in self.on_host) == on_host]
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
     def call(self, donated: dict[str, Any], arrays: dict[str, Any]) -> Any:

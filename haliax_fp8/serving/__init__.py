@@ -11,7 +11,9 @@ from .layers import (
 )
 from .layout import ServedLayout as ServedLayout, layouts as layouts
 from .log_probabilities import (
+    ImportanceWeights as ImportanceWeights,
     TokenMismatch as TokenMismatch,
+    importance_weights as importance_weights,
     log_probability_mismatch as log_probability_mismatch,
 )
 from .parity import Difference as Difference, Mismatch as Mismatch, serving_mismatch as serving_mismatch

@@ -19,18 +19,17 @@ def test_our_own_engine(monkeypatch):
     rounds = rl_weight_sync.main(["--rounds", "3"])
     assert rounds[-1].reward > rounds[0].reward
     for each in rounds:
-        assert float(each.static.largest) == 0.0, "the scales of training give the numbers of training"
+        # In a folder, kernels have a scale for each output, and scales are rounded.
+        assert 0.0 < float(each.static.mean) < float(each.dynamic.mean)
         # Rows are quantized one by one, so a sample has the same numbers token by token as all at once.
-        np.testing.assert_array_equal(each.engine.mean, each.dynamic.mean)
-        assert float(each.engine.mean) > 0.0
-        assert float(each.engine.tokens) == rl_weight_sync.SAMPLES * rl_weight_sync.TOKENS
+        np.testing.assert_array_equal(each.engine.mismatch.mean, each.dynamic.mean)
+        assert float(each.engine.mismatch.tokens) == rl_weight_sync.SAMPLES * rl_weight_sync.TOKENS
+        assert 0.9 < float(each.engine.effective_sample_size) < 1.0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(VLLM is None, reason="HALIAX_FP8_VLLM_PYTHON names no Python; see tests/others/README.md")
 def test_vllm():
     for each in rl_weight_sync.main(["--rounds", "4", "--engine-python", str(VLLM)]):
-        assert float(each.static.largest) == 0.0
-        # It has the kernels of training, and ours has other scales for them too. With the weights of an earlier round,
-        # it would be several times as far.
-        assert 0.0 < float(each.engine.mean) < float(each.dynamic.mean)
+        # With the weights of an earlier round, it would be several times as far as our served model of the same folder.
+        assert 0.0 < float(each.engine.mismatch.mean) < 1.5 * float(each.dynamic.mean)
