@@ -78,7 +78,11 @@ def require_choices(error: Exception, step: Any, *_: Any, **__: Any) -> None:
     for name, is_right, remedy in (
         ("optimizer", has("init") and has("update"), "one of optax: TrainStep(loss_fn, optax.adamw(1e-3))"),
         ("microbatches", isinstance(step.microbatches, int) and step.microbatches > 0, "an integer of at least 1"),
-        ("parameter_rounding", isinstance(step.parameter_rounding, Rounding), "Rounding.STOCHASTIC, of recipes"),
+        (
+            "parameter_rounding",
+            isinstance(step.parameter_rounding, Rounding),
+            "recipes.Rounding.STOCHASTIC",
+        ),
         ("monitor", isinstance(step.monitor, Monitor | None), "statistics.every(100), or None"),
         ("reduce_gradients", isinstance(step.reduce_gradients, ReduceOnce | None), 'ReduceOnce(over="data"), or None'),
     ):

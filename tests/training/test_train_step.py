@@ -284,10 +284,6 @@ def other_model():
     return fp8_linear_layers(eqx.nn.MLP(8, 8, 32, 1, key=KEY), amax_history_length=4)
 
 
-def needs_key(model, x, *, key):
-    return loss_fn(model, x)
-
-
 def of_parts(trained, frozen, x):
     return loss_fn(eqx.combine(trained, frozen), x)
 
@@ -334,22 +330,6 @@ MISTAKES = {
     "of no optimizer": (
         lambda: STEP(MODEL, (), X),
         r"opt_state does not belong to this model and optimizer: it has nothing at .*step.init\(model\)",
-    ),
-    "a key too many": (
-        lambda: STEP(MODEL, STEP.init(MODEL), X, loss_key=KEY),
-        "loss_key is given to loss_fn as .*'key'",
-    ),
-    "a key too few": (
-        lambda: TrainStep(needs_key, MOMENTUM)(MODEL, STEP.init(MODEL), X),
-        "needs a key: pass loss_key=",
-    ),
-    "no aux": (
-        lambda: TrainStep(loss_fn, MOMENTUM, has_aux=True)(MODEL, STEP.init(MODEL), X),
-        r"must return \(loss, aux\), and returned one array",
-    ),
-    "aux by surprise": (
-        lambda: TrainStep(lambda m, x: (loss_fn(m, x), {}), MOMENTUM)(MODEL, STEP.init(MODEL), X),
-        "returned a tuple of 2.*has_aux=True",
     ),
 }
 

@@ -59,7 +59,10 @@ WRONG = {
     "a number as loss": (lambda: run(3.0), "'float' object is not callable"),
     "a model as loss": (lambda: run(MODEL), r"MLP.__call__\(\) takes 2 positional arguments but 3 were given"),
     **{
-        f"{count!r} microbatches": (lambda count=count: run(microbatches=count), f"microbatches={count!r} .*integer of")
+        f"{count!r} microbatches": (
+            lambda count=count: run(microbatches=count),
+            f"microbatches={count!r} (of .*integer|does not divide)",
+        )
         for count in (0, -1, 1.5, "2", None)
     },
     "a name for a rounding": (lambda: run(parameter_rounding="up"), "parameter_rounding='up' .*Rounding.STOCHASTIC"),
@@ -164,6 +167,13 @@ def test_what_is_right_is_not_explained():
         with pytest.raises(RuntimeError, match="^its own") as caught:
             run(**options)
         assert caught.value.__cause__ is None
+
+
+def test_words_of_the_package_are_not_explained():
+    """Not even if another argument is wrong too."""
+    with pytest.raises(ValueError, match="key= is for recipes.*loss_key=") as caught:
+        fp8.TrainStep(with_key, ADAM)(MODEL, None, X, key=KEY)
+    assert caught.value.__cause__ is None
 
 
 def test_an_explanation_has_its_cause():
