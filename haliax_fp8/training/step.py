@@ -28,9 +28,9 @@ from ..layers.checks import (
 )
 from ..layers.config import Fp8Config, default_rules
 from ..layers.describe import Calls, calls_of, describe, recipes_of, with_calls_of
+from ..layers.quantized import require_weights
 from ..layers.quantized_kernels import quantize_kernels, require_no_quantized_kernels
 from ..layers.rule import LayerRule
-from ..layers.served import require_weights
 from ..layers.walk import all_ops, is_op
 from ..recipes.compiler_options import log_cost_of_flags, training_options
 from ..recipes.recipe import Recipe

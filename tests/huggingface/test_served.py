@@ -18,7 +18,7 @@ from haliax_fp8.folders.layout import PLAIN, named
 from haliax_fp8.huggingface import export_model, import_model, names, serving_tensors
 from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.recipes import RowwiseScaling, StaticScaling
-from haliax_fp8.serving import ServedKernel, ServedLayout, dequantize, layouts, quantize_for_inference
+from haliax_fp8.serving import QuantizedKernel, ServedLayout, dequantize, layouts, quantize_for_inference
 
 
 In, Head, Dim, Layers, Rows = hax.make_axes(inputs=128, heads=2, dim=128, layers=2, rows=6)
@@ -68,7 +68,7 @@ def trained(x):
 
 
 def kernels(model):
-    is_kernel = lambda node: isinstance(node, ServedKernel)
+    is_kernel = lambda node: isinstance(node, QuantizedKernel)
     return [node for node in jax.tree.leaves(model, is_leaf=is_kernel) if is_kernel(node)]
 
 
