@@ -98,7 +98,7 @@ def _stored(
     rank, sides = 2 + experts, None if block is None else (block[::-1] if swaps else block)
     return StoredArray(
         _named(leaf, data),
-        _named(leaf, np.ascontiguousarray(scale), transposed=swaps and is_of_blocks),
+        _named(leaf, np.asarray(scale, order="C"), transposed=swaps and is_of_blocks),
         None if tensor_scale is None else _named(leaf, _bits(tensor_scale)),
         dtype=first.data.dtype,
         order=(*range(experts), *((rank - 1, rank - 2) if swaps else (rank - 2, rank - 1))),

@@ -124,7 +124,7 @@ def test_experts_with_scales_of_training(x, per_expert, tmp_path):
     call = eqx.filter_jit(lambda model, x, sizes: model["up"](x, sizes).array)
     served = quantize_for_inference(trained, "FP8")
     (kernel,) = kernels(served)
-    assert kernel.scale.array.shape == kernel.input_scale.array.shape == ((3,) if per_expert else ())
+    assert kernel.stored.scale.array.shape == kernel.input_scale.array.shape == ((3,) if per_expert else ())
     expected = call(trained, x * grow, SIZES)
     np.testing.assert_array_equal(call(served, x * grow, SIZES), expected)
     plain = dequantize(served)["up"].weight.rearrange((Experts, In, Mlp)).array
