@@ -21,10 +21,10 @@ from ._product.contraction import AbstractContraction, DotContraction
 from ._product.dimensions import DimensionNumbers
 from ._product.grouped.contraction import RaggedContraction
 from ._product.grouped.implementation import implementation_for
+from ._product.kernel_for_products import KernelForProducts, dtype_of_scales, require_fit
 from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
 from ._product.quantize_kernel import quantize_kernel
-from ._product.quantized_kernel import QuantizedKernel, dtype_of_scales, require_fit
 from ._product.spec import KernelResidual, ProductSpec
 from ._state.op_state import AbstractOp, OpState, leading_axes, require_state, require_stored_scales
 from .recipes.catalog import RecipeLike, as_recipe
@@ -120,7 +120,7 @@ class Fp8DotGeneral(AbstractOp):
     kernel_residual: KernelResidual = eqx.field(static=True, default=KernelResidual.KEEP)
     allow_dense_groups: bool = eqx.field(static=True, default=False)
     state_per_group: bool = eqx.field(static=True, default=False)
-    quantized_kernel: QuantizedKernel[hax.NamedArray] | None = None
+    quantized_kernel: KernelForProducts[hax.NamedArray] | None = None
     skipped: Skipped | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
@@ -240,7 +240,7 @@ class Fp8DotGeneral(AbstractOp):
         contraction: AbstractContraction,
         leading: int,
         gathered: PartitionSpec | None,
-    ) -> QuantizedKernel[Array] | None:
+    ) -> KernelForProducts[Array] | None:
         """A kernel as products with it take it; None if the recipe rounds kernels at random, or not at all.
 
         Args:

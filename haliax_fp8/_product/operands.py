@@ -21,7 +21,7 @@ from ..recipes.scaling import MeasuredMemory, OperandUse, of_all_elements
 from ..recipes.scaling.high_precision import unscaled
 from ..recipes.scaling.measured import Members, share_of_active
 from .grouped.one_device import largest_of_groups, of_each_row, used_rows
-from .quantized_kernel import QuantizedKernel
+from .kernel_for_products import KernelForProducts
 from .scaled_product import FLOAT32, each_row_scaled
 from .spec import ProductSpec
 
@@ -98,7 +98,7 @@ def quantize_operand(
     key: Array | None,
     extras: tuple[Array, ...],
     spec: ProductSpec,
-    quantized_kernel: QuantizedKernel[Array] | None = None,
+    quantized_kernel: KernelForProducts[Array] | None = None,
 ) -> QuantizedArray:
     """An operand in the format that a product takes it in.
 

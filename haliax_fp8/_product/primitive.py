@@ -33,8 +33,8 @@ from .._numerics.stored_array import StoredArray
 from .._state.op_state import warn_of_constant_state
 from .._state.record import cotangent, repeated
 from ..devices.units import FP4_UNITS, MX_UNITS
+from .kernel_for_products import KernelForProducts, folded, is_mapped
 from .mapped_tangent import TangentArguments, with_mapped_axis
-from .quantized_kernel import QuantizedKernel, folded, is_mapped
 from .spec import ProductSpec
 from .three_products import backward, forward, fprop_alone, tangent
 
@@ -46,7 +46,7 @@ def fp8_dot_general(
     spec: ProductSpec,
     extras: tuple[Array, ...] = (),
     key: UInt32[Array, "*ensemble 2"] | None = None,
-    quantized_kernel: QuantizedKernel[Array] | None = None,
+    quantized_kernel: KernelForProducts[Array] | None = None,
     out_sharding: NamedSharding | None = None,
 ) -> Float[Array, "..."]:
     """The product of a contraction in the formats of a recipe.

@@ -18,8 +18,8 @@ from .._numerics.stored_array import StoredArray, bits_of
 from .._state.record import in_product
 from .._state.table import numbers_of
 from ..recipes.recipe import USES, ProductName
+from .kernel_for_products import KernelForProducts
 from .operands import measured_parts, quantize_operand, round_to, scales_of
-from .quantized_kernel import QuantizedKernel
 from .spec import ProductSpec
 
 
@@ -29,7 +29,7 @@ def quantize_kernel(
     spec: ProductSpec,
     gathered: PartitionSpec | None = None,
     scale_dtype: np.dtype | None = None,
-) -> QuantizedKernel[Array] | None:
+) -> KernelForProducts[Array] | None:
     """A kernel as its products take it; None if none of them quantizes it, or one rounds it at random.
 
     Bit for bit what the products would quantize. Nothing is differentiated: gradients reach the kernel itself.
@@ -52,7 +52,7 @@ def quantize_kernel(
 @functools.partial(jax.jit, static_argnames=("spec", "gathered"))
 def _quantized_for_all(
     kernel: Array, record: Array | None, *, spec: ProductSpec, gathered: PartitionSpec | None
-) -> QuantizedKernel[Array]:
+) -> KernelForProducts[Array]:
     kernel = round_to(kernel, spec.compute_dtype)
     scales = scales_of(record, spec)
     arrays: dict[ProductName, QuantizedArray] = {}
@@ -73,7 +73,7 @@ def _quantized_for_all(
         measured = bits_of(to_float32(jnp.max(parts, axis=-1, keepdims=True)))
     per_axis = any(spec.recipe.uses["kernel", use].scaling.per_axis for use in USES["kernel"])
     contracted = tuple(spec.contraction.contracted(product)[1] for product in USES["kernel"]) if per_axis else None
-    return QuantizedKernel(operands[0], operands[1], measured, kernel.dtype, spec.exact_scales, contracted, None)
+    return KernelForProducts(operands[0], operands[1], measured, kernel.dtype, spec.exact_scales, contracted, None)
 
 
 def _operand(quantized: QuantizedArray, product: ProductName, spec: ProductSpec) -> StoredArray[Array] | None:

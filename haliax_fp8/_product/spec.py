@@ -70,7 +70,7 @@ class ProductSpec:
         kernel_residual: Whether the backward pass keeps the kernel's FP8 copy, or quantizes the kernel again.
         may_keep_sent_kernel: Whether programs keep the FP8 copy of a kernel that is otherwise quantized again, if their
             devices would have to send it again.
-        quantized_kernel: The structure of the `QuantizedKernel`, if the kernel was quantized before; else None.
+        quantized_kernel: The structure of the `KernelForProducts`, if the kernel was quantized before; else None.
         ensemble: How many leading axes of every array number independent members, each with its own state.
     """
 

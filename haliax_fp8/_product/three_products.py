@@ -29,6 +29,7 @@ from .._numerics.stored_array import StoredArray
 from .._state.record import StateResiduals, in_product, measured_in_product, pack, unpack
 from .._state.table import numbers_of, record_length
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
+from .kernel_for_products import KernelForProducts
 from .names import DGRAD, FP4, FP8_KERNEL, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
 from .operands import (
     Scales,
@@ -42,7 +43,6 @@ from .operands import (
     scales_of,
 )
 from .partition import kept_if_sent
-from .quantized_kernel import QuantizedKernel
 from .spec import KernelResidual, ProductSpec
 
 
@@ -108,7 +108,7 @@ def forward(
     extras: tuple[Any, ...],
     record: Array | None,
     key: Array | None,
-    quantized_kernel: QuantizedKernel[Array] | None,
+    quantized_kernel: KernelForProducts[Array] | None,
     spec: ProductSpec,
     *,
     rematerialized: bool,
@@ -153,7 +153,7 @@ def fprop_alone(
     extras: tuple[Array, ...],
     record: Array | None,
     key: Array | None,
-    quantized_kernel: QuantizedKernel[Array] | None,
+    quantized_kernel: KernelForProducts[Array] | None,
     spec: ProductSpec,
 ) -> Array:
     """The output, if no gradient is requested."""
@@ -178,7 +178,7 @@ def _fprop(
     extras: tuple[Array, ...],
     record: Array | None,
     key: Array | None,
-    quantized_kernel: QuantizedKernel[Array] | None,
+    quantized_kernel: KernelForProducts[Array] | None,
     sent_kernel: Array | None,
     *,
     spec: ProductSpec,

@@ -221,8 +221,8 @@ class _Plan:
 def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint, former: Mapping[str, str]) -> _Plan:
     # In Orbax's folders a list with one array looks like a named array.
     whole, _, last = leaf.name.rpartition(".")
-    others = former.get(leaf.name), whole if last == "0" else None
-    name = next((name for name in (leaf.name, *others) if name in checkpoint.entries), leaf.name)
+    names = leaf.name, former.get(leaf.name, leaf.name), whole if last == "0" else leaf.name
+    name = next((name for name in names if name in checkpoint.entries), leaf.name)
     entry, wanted = checkpoint.entries.get(name), described(leaf.value)
     if entry is None:
         return _Plan(why=_MISSING_STATE if leaf.state is not None else "not in the checkpoint")

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._state.op_state import OpState
 from ..layers.checks import holds_optimizer_state
-from ..layers.served import is_served
+from ..layers.quantized import is_quantized_layer
 from ..layers.walk import path_string
 from ..training.quantized_state import QuantizedState
 
@@ -69,8 +69,8 @@ def former_names(tree: Any) -> dict[str, str]:
     Scales of frozen experts have none: their axes were in another order.
     """
     former = {}
-    for path, layer in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_served)[0]:
-        if not is_served(layer) or (layer.kernel.has_gradient and layer.described.Experts is not None):
+    for path, layer in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized_layer)[0]:
+        if not is_quantized_layer(layer) or (layer.kernel.has_gradient and layer.described.Experts is not None):
             continue
         at = ".".join(filter(None, (path_string(path), "kernel")))
         for name, before in (("data", "data"), ("scale", "scale"), ("tensor_scale", "unit")):

@@ -15,7 +15,7 @@ from ..folders.strict_json import BrokenCheckpoint
 from ..folders.tensors import Tensor
 from ..layers.checks import require_layers
 from ..layers.config import default_rules
-from ..layers.served import is_served
+from ..layers.quantized import is_quantized_layer
 from ..layers.walk import find_layers
 from ..models.adapters import AdaptedModel, LoraLinear, add_lora, require_adapters
 from ..models.transformer import Transformer
@@ -155,4 +155,4 @@ def _is_lora(node: Any) -> bool:
 def _halves(adapted: Any, half: str) -> Any:
     """One half of each adapter alone, in place of its layer, so that it has that layer's name."""
     place = lambda node: getattr(node, half) if _is_lora(node) else None
-    return jax.tree.map(place, adapted, is_leaf=lambda node: _is_lora(node) or is_served(node))
+    return jax.tree.map(place, adapted, is_leaf=lambda node: _is_lora(node) or is_quantized_layer(node))

@@ -13,11 +13,11 @@ from ..folders.four_bits import E2M1, packed
 from ..folders.layout import Inputs
 from ..folders.scaled_matrix import ScaledMatrix, Unit, are_exponents
 from ..layers.kernel import axes_of
+from ..layers.quantized import AbstractQuantizedLayer
 from ..layers.quantized_kernels import named_behind
-from ..layers.served import AbstractServedLayer
 from ..recipes.scaling import AbstractScaling, BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling, StaticScaling
-from ..serving.constructors import Constructor, made_for_inference
-from ..serving.kernel import ServedKernel
+from ..serving.constructors import Constructor, quantized_layer
+from ..serving.kernel import QuantizedKernel
 from ..serving.layout import ServedLayout
 from .model import Leaf, plain, uncopied
 
@@ -46,7 +46,9 @@ def _stacked(leaf: Leaf, found: Found) -> tuple[ScaledMatrix, np.ndarray, np.nda
     return first, data, scales, of_inputs
 
 
-def frozen_layer(layer: Any, leaf: Leaf, found: Found, constructors: Mapping[type, Constructor]) -> AbstractServedLayer:
+def frozen_layer(
+    layer: Any, leaf: Leaf, found: Found, constructors: Mapping[type, Constructor]
+) -> AbstractQuantizedLayer:
     """The layer with quantized data and scales instead of its weight, and exact gradients to its inputs.
 
     Args:
@@ -96,7 +98,7 @@ def _stored(
     rank, sides = 2 + experts, None if block is None else (block[::-1] if swaps else block)
     return StoredArray(
         _named(leaf, data),
-        _named(leaf, np.ascontiguousarray(scale), transposed=swaps and is_of_blocks),
+        _named(leaf, np.asarray(scale, order="C"), transposed=swaps and is_of_blocks),
         None if tensor_scale is None else _named(leaf, _bits(tensor_scale)),
         dtype=first.data.dtype,
         order=(*range(experts), *((rank - 1, rank - 2) if swaps else (rank - 2, rank - 1))),
@@ -135,14 +137,14 @@ def _with_kernel(
     of_inputs: np.ndarray | None,
     layout: ServedLayout | None,
     compute_dtype: np.dtype | None,
-) -> AbstractServedLayer:
+) -> AbstractQuantizedLayer:
     """The layer with data and scales instead of its weight."""
     site, (experts, _) = leaf.site, _experts(leaf)
     if len(leaf.split) != 2 and not isinstance(layer, hnn.Linear):
         raise ValueError(
             f"the weight of {site.place} has {len(leaf.split)} axes, and its data and scales are a matrix; {_PLAIN}"
         )
-    kernel = ServedKernel(
+    kernel = QuantizedKernel(
         stored,
         None if of_inputs is None else _named(leaf, _bits(of_inputs)),
         layout,
@@ -153,7 +155,7 @@ def _with_kernel(
         input_bits=24 if of_inputs is None else _significant_bits(of_inputs),
     )
     assert site.rule is not None
-    return made_for_inference(str(site.place), site.rule, layer, kernel, constructors, _PLAIN)
+    return quantized_layer(str(site.place), site.rule, layer, kernel, constructors, _PLAIN)
 
 
 def served_layer(
@@ -163,7 +165,7 @@ def served_layer(
     constructors: Mapping[type, Constructor],
     inputs: Inputs | None,
     compute_dtype: np.dtype | None,
-) -> AbstractServedLayer:
+) -> AbstractQuantizedLayer:
     """The layer with the kernels of a checkpoint instead of its weight, data and scales as they are.
 
     Args:

@@ -63,7 +63,7 @@ def import_model[M](
     weights: Weights | str = Weights.DEQUANTIZED,
     strict: bool = True,
     rules: tuple[LayerRule, ...] = default_rules,
-    served_layers: Mapping[type, Constructor] | None = None,
+    quantized_layers: Mapping[type, Constructor] | None = None,
     follow_links: bool = False,
     progress: Watcher | None = None,
 ) -> M:
@@ -85,7 +85,7 @@ def import_model[M](
             block after the other, and layers compute in the dtype of the model's parameters.
         strict: Whether a tensor of the checkpoint that the model does not have is an error.
         rules: The rules of the layer classes, as in `Fp8Config`.
-        served_layers: As in `quantize_for_inference`: makes frozen and served layers of your own classes.
+        quantized_layers: As in `quantize_for_inference`: makes frozen and served layers of your own classes.
         follow_links: As in `check_folder`.
         progress: As in `export_model`.
 
@@ -102,7 +102,7 @@ def import_model[M](
     folder = TensorFolder.open(directory, follow_links=follow_links)
     name_map, constructors = (
         names_of(model, names, folder.tensors),
-        constructors_with(served_layers, rules, OF_MATRICES),
+        constructors_with(quantized_layers, rules, OF_MATRICES),
     )
     return _imported(folder, model, name_map, weights, rules, constructors, progress, _OF_IMPORT, strict=strict)
 
@@ -199,7 +199,7 @@ def load(
         ...     report = export_model(trained, f"{folder}/model", "FP8_DYNAMIC")
         ...     served = load(f"{folder}/model", weights="served")
         >>> type(served.blocks.blocks[0].mlp.up).__name__
-        'ServedLinear'
+        'QuantizedLinear'
     """
     require_folder_name(directory, "load(directory)")
     if not isinstance(without_effect, tuple | list) or not all(isinstance(key, str) for key in without_effect):

@@ -28,9 +28,9 @@ from ..folders.layout import as_float32
 from ..folders.scaled_matrix import ScaledMatrix, Unit
 from ..folders.tensors import Tensor
 from ..layers.kernel import Kernel, axes_of, count
+from ..layers.quantized import AbstractQuantizedLayer, is_quantized_layer
 from ..layers.roles import is_embedding, routers
 from ..layers.rule import LayerRule, OnlyIfNamed, Refused
-from ..layers.served import AbstractServedLayer, is_served
 from ..layers.state_dict_names import Place, Places
 from ..layers.walk import Pattern, matches, rule_of
 
@@ -57,7 +57,7 @@ class Site:
     @functools.cached_property
     def is_in_fp8(self) -> bool:
         """Whether it is a layer whose weight is data and scales, frozen or for inference."""
-        return is_served(self.node)
+        return is_quantized_layer(self.node)
 
     @functools.cached_property
     def kernel(self) -> Kernel:
@@ -247,7 +247,7 @@ def leaves(site: Site) -> list[Leaf]:
         # Norms have vectors in a checkpoint, whatever their axes.
         return [_of_array(site, "", site.node, 0, flat=isinstance(site.owner, hnn.LayerNorm | hnn.RmsNorm))]
     if site.is_in_fp8:
-        kernel, found = None, [_of_served(site)]
+        kernel, found = None, [_of_quantized(site)]
     else:
         kernel = site.kernel.weight
         found = [_of_kernel(site)] if is_array(kernel) else []
@@ -331,9 +331,9 @@ def _unknown(site: Site, axes: Any) -> ValueError:
 # --- Weights that are in FP8 ------------------------------------------------------------------------------------------
 
 
-def _of_served(site: Site) -> Leaf:
+def _of_quantized(site: Site) -> Leaf:
     kernel, stack = site.node.kernel, site.place.stack
-    experts, outputs, inputs = _axes_of_served(site.node)
+    experts, outputs, inputs = _axes_of_quantized(site.node)
     stored = kernel.stored
     data, n = stored.data, stored.leading
     members = data.array.ndim - len(data.axis_names)
@@ -344,7 +344,7 @@ def _of_served(site: Site) -> Leaf:
     return _leaf(site, "weight", data, order, n + len(experts), blocks, len(outputs))
 
 
-def _axes_of_served(layer: AbstractServedLayer) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _axes_of_quantized(layer: AbstractQuantizedLayer) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Which axes of its kernel number experts, are outputs and inputs, in the order of a checkpoint."""
     kernel, described = layer.kernel, layer.described
     names = [axis.name for axis in getattr(layer, "axes", ())]
@@ -366,7 +366,7 @@ def fp8_matrix(leaf: Leaf, index: tuple[int, ...]) -> ScaledMatrix:
     """
     kernel, data = leaf.site.node.kernel, np.ascontiguousarray(leaf.read(index))
     stored, in_four = kernel.stored, kernel.stored.dtype == E2M1
-    bits, block = _served_scale(leaf, index)
+    bits, block = _quantized_scale(leaf, index)
     one = lambda array: np.asarray(array.array)[index[: array.array.ndim]].view(np.float32)
     unit = None if stored.tensor_scale is None else Unit(one(stored.tensor_scale), stored.divides)
     scale = _float32(bits) if unit is None else unit.scales(bits.view(E4M3))
@@ -376,11 +376,11 @@ def fp8_matrix(leaf: Leaf, index: tuple[int, ...]) -> ScaledMatrix:
     return ScaledMatrix(data, scale, block, f"{origin} in the model", inputs, unit)
 
 
-def _served_scale(leaf: Leaf, index: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, int]]:
+def _quantized_scale(leaf: Leaf, index: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, int]]:
     """The bits of the scales of one matrix, and the rows and columns of a block."""
     kernel = leaf.site.node.kernel.stored
     stored = np.asarray(kernel.scale.array)
-    experts, outputs, inputs = _axes_of_served(leaf.site.node)
+    experts, outputs, inputs = _axes_of_quantized(leaf.site.node)
     n, codes = len(leaf.leading) - len(experts), 2 if kernel.dtype == E2M1 else 1
     split = (*leaf.split[:-1], codes * leaf.split[-1])
     if stored.ndim <= len(leaf.leading):

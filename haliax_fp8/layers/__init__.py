@@ -8,6 +8,6 @@ from .haliax import HaliaxEmbedding as HaliaxEmbedding, HaliaxLinear as HaliaxLi
 from .kernel import Kernel as Kernel
 from .only_where_faster import FasterOn as FasterOn
 from .predicted_time import Prediction as Prediction
+from .quantized import AbstractQuantizedLayer as AbstractQuantizedLayer
 from .quantized_kernels import quantize_kernels as quantize_kernels
 from .rule import LayerRule as LayerRule, OnlyIfNamed as OnlyIfNamed, Refused as Refused
-from .served import AbstractServedLayer as AbstractServedLayer

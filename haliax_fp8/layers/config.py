@@ -18,13 +18,13 @@ from ..recipes.scaling import DelayedScaling
 from .equinox import EquinoxLinear
 from .haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
 from .only_where_faster import FasterOn
+from .quantized import QuantizedLayers
 from .rule import LayerRule, Refused
-from .served import ServedLayers
 from .walk import Pattern, Targets, as_patterns
 
 
 default_rules: tuple[LayerRule, ...] = (
-    ServedLayers(),
+    QuantizedLayers(),
     HaliaxLinear(),
     HaliaxMoELinear(),
     HaliaxEmbedding(),

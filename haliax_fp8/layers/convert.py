@@ -15,9 +15,9 @@ from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
 from .checks import require_layers
 from .config import Fp8Config, Fp8Options, as_config, default_rules
+from .quantized import is_quantized_layer, require_weights
 from .roles import only_if_named
 from .rule import LayerRule, OnlyIfNamed
-from .served import is_served, require_weights
 from .walk import Pattern, as_patterns, find_layers, map_layers, matches, nothing_to_convert, rule_of, unmatched_error
 
 
@@ -58,7 +58,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
     if not any(decision.is_convertible for decision in decisions.values()):
         refusals = {path: decision.reason for path, decision in decisions.items()}
         raise nothing_to_convert(module, config.rules, refusals)
-    _check_what_is_left(decisions, [path for path, layer in chosen.items() if is_served(layer)])
+    _check_what_is_left(decisions, [path for path, layer in chosen.items() if is_quantized_layer(layer)])
     if not config.emulate:
         device = Device.default()
         chosen = [(decision, decision.recipe) for decision in decisions.values() if decision.recipe is not None]

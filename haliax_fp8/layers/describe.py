@@ -29,8 +29,8 @@ from .config import Fp8Config, as_config
 from .convert import Decision, decide
 from .description import NOT_YET, LayerDescription, ModelDescription
 from .only_where_faster import FasterOn
+from .quantized import is_quantized_layer
 from .rule import LayerRule, OnlyIfNamed
-from .served import is_served
 from .walk import STACKED, all_ops, find_layers, find_layers_and_ops, is_op, map_layers_in_stacks, path_string, rule_of
 
 
@@ -156,7 +156,7 @@ def _of_layer(decision: Decision, reason: str | None, uncalled: str | None) -> t
     layer, rule = decision.layer, decision.rule
     if (op := rule.op(layer)) is not None:
         return op.recipe, _of_op(op, uncalled)
-    if is_served(layer):
+    if is_quantized_layer(layer):
         kernel, stored = layer.kernel, layer.kernel.storage.name
         if kernel.recipe is None:
             return None, {"reason": f"stored in {stored}, {kernel.text}", "stored": stored}

@@ -1,6 +1,6 @@
 """Low-rank adapters: `add_lora` freezes a model and puts a small trainable product beside each chosen layer.
 
-Everything else becomes its bits, in whole numbers, as those of a frozen `serving.ServedLinear` are. Gradients and
+Everything else becomes its bits, in whole numbers, as those of a frozen `serving.QuantizedLinear` are. Gradients and
 optimizers see floating-point arrays alone, so every training loop trains the adapters and nothing else.
 
 References:
@@ -28,8 +28,8 @@ from ..layers.checks import require_layers
 from ..layers.config import default_rules
 from ..layers.frozen_array import frozen, is_frozen_array, thawed
 from ..layers.kernel import Kernel, axes_of, count
+from ..layers.quantized import is_quantized_layer, require_weights
 from ..layers.roles import AbstractAdapter, routers, sharing
-from ..layers.served import is_served, require_weights
 from ..layers.walk import Targets, as_patterns, find_layers, map_layers, matches, rule_of, unmatched_error
 
 
@@ -87,7 +87,7 @@ class LoraLinear(AbstractAdapter):
         Args:
             dtype: That of the weight if it is in FP8; any other keeps its own.
         """
-        layer = self.base.dequantized(jnp.float32) if is_served(self.base) else self.base
+        layer = self.base.dequantized(jnp.float32) if is_quantized_layer(self.base) else self.base
         weight, factor = layer.weight, rule_of(layer, default_rules).kernel(layer).factor
         a, b = (_matrices(each).astype(jnp.float32) for each in (self.A, self.B))
         product = jnp.matmul(b, a, precision=lax.Precision.HIGHEST) * (self.alpha / self.rank / factor)
@@ -99,7 +99,9 @@ class LoraLinear(AbstractAdapter):
             members = array.ndim - len(names)
             product = product.transpose(*range(members), *(members + names.index(name) for name in weight.axis_names))
         wide = np.promote_types(array.dtype, np.float32)
-        merged = (array.astype(wide) + product.astype(wide)).astype(dtype if is_served(self.base) else array.dtype)
+        merged = (array.astype(wide) + product.astype(wide)).astype(
+            dtype if is_quantized_layer(self.base) else array.dtype
+        )
         return _with_weight(layer, jax.tree.unflatten(jax.tree.structure(weight), [merged]))
 
 
@@ -238,9 +240,11 @@ def merge_lora(model: AdaptedModel, *, dtype: DTypeLike | None = None) -> Any:
     def merge(node: Any) -> Any:
         if isinstance(node, LoraLinear):
             return node.merged(to)
-        return node.dequantized(to) if is_served(node) else node
+        return node.dequantized(to) if is_quantized_layer(node) else node
 
-    return jax.tree.map(merge, thawed(model.adapted), is_leaf=lambda n: isinstance(n, LoraLinear) or is_served(n))
+    return jax.tree.map(
+        merge, thawed(model.adapted), is_leaf=lambda n: isinstance(n, LoraLinear) or is_quantized_layer(n)
+    )
 
 
 def with_dropout_keys(model: AdaptedModel, key: Key[Array, ""]) -> AdaptedModel:
@@ -344,7 +348,7 @@ def _sizes(kernel: Kernel) -> list[int]:
 
 def _halves(layer: Any, stack: tuple[hax.Axis, ...], rank: int, key: Array) -> tuple[Any, Any]:
     """The two layers of an adapter; for a stack or an ensemble as many as it has layers."""
-    weight = layer.kernel.stored.data if is_served(layer) else layer.weight
+    weight = layer.kernel.stored.data if is_quantized_layer(layer) else layer.weight
     members, stack = Kernel(weight).members_and_stack(stack)
     sizes = (*members, *(axis.size for axis in stack))
 

@@ -2,12 +2,12 @@
 
 from .._numerics.stored_array import StoredArray as StoredArray
 from .for_inference import dequantize as dequantize, freeze as freeze, quantize_for_inference as quantize_for_inference
-from .kernel import ServedKernel as ServedKernel
+from .kernel import QuantizedKernel as QuantizedKernel
 from .layers import (
-    ServedEmbedding as ServedEmbedding,
-    ServedEquinoxLinear as ServedEquinoxLinear,
-    ServedLinear as ServedLinear,
-    ServedMoELinear as ServedMoELinear,
+    QuantizedEmbedding as QuantizedEmbedding,
+    QuantizedEquinoxLinear as QuantizedEquinoxLinear,
+    QuantizedLinear as QuantizedLinear,
+    QuantizedMoELinear as QuantizedMoELinear,
 )
 from .layout import ServedLayout as ServedLayout, layouts as layouts
 from .log_probabilities import (

@@ -7,26 +7,26 @@ from typing import Any
 import equinox as eqx
 import haliax.nn as hnn
 
+from ..layers.quantized import AbstractQuantizedLayer
 from ..layers.rule import LayerRule
-from ..layers.served import AbstractServedLayer
-from .kernel import ServedKernel
-from .layers import ServedEmbedding, ServedEquinoxLinear, ServedLinear, ServedMoELinear
+from .kernel import QuantizedKernel
+from .layers import QuantizedEmbedding, QuantizedEquinoxLinear, QuantizedLinear, QuantizedMoELinear
 
 
-type Constructor = Callable[[Any, ServedKernel], AbstractServedLayer]
+type Constructor = Callable[[Any, QuantizedKernel], AbstractQuantizedLayer]
 """Makes the layer for inference from a layer, converted or not, and the kernel that replaces its weight."""
 
 BUILT_IN: Mapping[type, Constructor] = {
-    hnn.Linear: ServedLinear.of,
-    hnn.MoELinear: ServedMoELinear.of,
-    hnn.Embedding: ServedEmbedding.of,
-    eqx.nn.Linear: ServedEquinoxLinear,
+    hnn.Linear: QuantizedLinear.of,
+    hnn.MoELinear: QuantizedMoELinear.of,
+    hnn.Embedding: QuantizedEmbedding.of,
+    eqx.nn.Linear: QuantizedEquinoxLinear,
 }
 
 OF_MATRICES: Mapping[type, Constructor] = {
-    hnn.Linear: ServedLinear.of_matrix,
-    hnn.MoELinear: ServedMoELinear.of,
-    eqx.nn.Linear: ServedEquinoxLinear,
+    hnn.Linear: QuantizedLinear.of_matrix,
+    hnn.MoELinear: QuantizedMoELinear.of,
+    eqx.nn.Linear: QuantizedEquinoxLinear,
 }
 """For the matrices of a checkpoint."""
 
@@ -39,7 +39,7 @@ def constructors_with(
     """The constructors by class: the built-in ones, and a user's, which take precedence.
 
     Args:
-        own: The user's argument `served_layers`; None for no classes.
+        own: The user's argument `quantized_layers`; None for no classes.
         rules: The rules of the layer classes.
         built_in: The constructors of other classes.
 
@@ -49,26 +49,26 @@ def constructors_with(
     own = {} if own is None else own
     if not isinstance(own, Mapping) or not all(isinstance(cls, type) and callable(own[cls]) for cls in own):
         raise ValueError(
-            f"served_layers={own!r} must be a mapping from classes of layers to functions (layer, kernel), such as "
-            "{Dense: ServedDense.of}"
+            f"quantized_layers={own!r} must be a mapping from classes of layers to functions (layer, kernel), such as "
+            "{Dense: QuantizedDense.of}"
         )
     for cls in own:
         if not any(issubclass(cls, rule.layer_type) for rule in rules):
             raise ValueError(
-                f"served_layers names {cls.__name__}, but no rule matches that class; pass its LayerRule too, as in "
+                f"quantized_layers names {cls.__name__}, but no rule matches that class; pass its LayerRule too, as in "
                 "rules=(MyRule(), *default_rules)"
             )
     return {**built_in, **own}
 
 
-def made_for_inference(
+def quantized_layer(
     path: str,
     rule: LayerRule,
     layer: Any,
-    kernel: ServedKernel,
+    kernel: QuantizedKernel,
     constructors: Mapping[type, Constructor],
     otherwise: str = "exclude the layer",
-) -> AbstractServedLayer:
+) -> AbstractQuantizedLayer:
     """The quantized layer in place of one, by the constructor of its class, or of the nearest one that it extends.
 
     Args:
@@ -81,27 +81,27 @@ def made_for_inference(
 
     Raises:
         ValueError: If the class has no constructor; or if the constructor does not accept a layer and a kernel, or does
-            not return an `AbstractServedLayer`.
+            not return an `AbstractQuantizedLayer`.
     """
     name, own = path or "the model itself", type(layer)
     of = next((cls for cls in own.__mro__ if cls in constructors and issubclass(cls, rule.layer_type)), None)
     if of is None:
         raise ValueError(
             f"{name} is a {own.__name__}, which has no form with data and scales: pass a function that makes it, "
-            f"served_layers={{{own.__name__}: make}}, where make(layer, kernel) returns an AbstractServedLayer that "
-            f"multiplies with kernel.dot_general(...); or {otherwise}"
+            f"quantized_layers={{{own.__name__}: make}}, where make(layer, kernel) returns an AbstractQuantizedLayer "
+            f"that multiplies with kernel.dot_general(...); or {otherwise}"
         )
     try:
         inspect.signature(constructors[of]).bind(layer, kernel)
     except TypeError as error:
         raise ValueError(
-            f"{name} is a {own.__name__}, but served_layers[{of.__name__}] does not take (layer, kernel): {error}. "
-            f"Give a function, as in served_layers={{{of.__name__}: lambda layer, kernel: ...}}"
+            f"{name} is a {own.__name__}, but quantized_layers[{of.__name__}] does not take (layer, kernel): {error}. "
+            f"Give a function, as in quantized_layers={{{of.__name__}: lambda layer, kernel: ...}}"
         ) from error
     made = constructors[of](layer, kernel)
-    if not isinstance(made, AbstractServedLayer):
+    if not isinstance(made, AbstractQuantizedLayer):
         raise ValueError(
-            f"{name} is a {own.__name__}, for which served_layers[{of.__name__}](layer, kernel) returned {made!r}: it "
-            "must return an AbstractServedLayer that multiplies with kernel.dot_general(...)"
+            f"{name} is a {own.__name__}, for which quantized_layers[{of.__name__}](layer, kernel) returned {made!r}: "
+            "it must return an AbstractQuantizedLayer that multiplies with kernel.dot_general(...)"
         )
     return made

@@ -13,9 +13,9 @@ from .._printing.progress import Watcher, progress_of
 from .._tensor_names import is_head
 from ..layers.checks import check_not_modified, require_layers, require_model
 from ..layers.config import default_rules
+from ..layers.quantized import is_quantized_layer
 from ..layers.roles import routers, sharing
 from ..layers.rule import LayerRule
-from ..layers.served import is_served
 from ..layers.walk import (
     Targets,
     as_patterns,
@@ -27,10 +27,10 @@ from ..layers.walk import (
     unmatched_error,
 )
 from ..models.adapters import require_merged
-from .constructors import Constructor, constructors_with, made_for_inference
+from .constructors import Constructor, constructors_with, quantized_layer
 from .layout import LayoutLike, as_layout
 from .of_training import served_kernel
-from .unstack import holds_served, unstacked
+from .unstack import holds_quantized_layers, unstacked
 
 
 def quantize_for_inference[M](
@@ -41,7 +41,7 @@ def quantize_for_inference[M](
     exclude: Targets = (),
     unstack: bool = True,
     rules: tuple[LayerRule, ...] = default_rules,
-    served_layers: Mapping[type, Constructor] | None = None,
+    quantized_layers: Mapping[type, Constructor] | None = None,
     progress: Watcher | None = None,
 ) -> M:
     """The model with the weights of its linear layers in FP8: one byte each, and scales.
@@ -73,8 +73,8 @@ def quantize_for_inference[M](
         unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same numbers and the
             same keys in state dicts. Stacks in ensembles stay.
         rules: The rules of the layer classes, as in `Fp8Config`.
-        served_layers: For each class of your own, a function that takes a layer of it and the `ServedKernel` that it
-            multiplies by, and returns an `AbstractServedLayer`: `{Dense: ServedDense.of}`.
+        quantized_layers: For each class of your own, a function that takes a layer of it and the `QuantizedKernel` that it
+            multiplies by, and returns an `AbstractQuantizedLayer`: `{Dense: QuantizedDense.of}`.
         progress: Called as `progress(path, done, total)` with each layer, in bytes of FP8. By default there is a bar if
             the standard error is a terminal.
 
@@ -84,7 +84,7 @@ def quantize_for_inference[M](
     Raises:
         ValueError: If the layout needs a stored scale that a layer lacks or that is not calibrated; if a pattern
             selects no layer, or one that cannot be quantized; if a kernel holds an infinity or NaN; or if a layer's
-            class has no form for inference, or `served_layers` has a class without a rule.
+            class has no form for inference, or `quantized_layers` has a class without a rule.
 
     Example:
         >>> model = eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0))
@@ -96,7 +96,7 @@ def quantize_for_inference[M](
     require_merged(model)
     chosen = as_layout(layout)
     check_not_modified(model)
-    constructors = constructors_with(served_layers, rules)
+    constructors = constructors_with(quantized_layers, rules)
     selected = _selected(model, rules, targets, exclude)
     layers = {path: layer for path, (layer, _) in find_layers(model, rules).items() if path in selected}
     sizes = {path: _elements(rule_of(layer, rules).kernel(layer).weight) for path, layer in layers.items()}
@@ -104,14 +104,14 @@ def quantize_for_inference[M](
 
     def quantized(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
         rule = rule_of(layer, rules)
-        if is_served(layer):
+        if is_quantized_layer(layer):
             return layer
         if path not in selected:
             return layer if rule.op(layer) is None else rule.with_op(layer, None)
         # An object that appears at two paths stays one object.
         if id(layer) not in done:
             kernel = served_kernel(path, rule, layer, stack, chosen)
-            done[id(layer)] = made_for_inference(path, rule, layer, kernel, constructors)
+            done[id(layer)] = quantized_layer(path, rule, layer, kernel, constructors)
         advance(path, sizes[path])
         return done[id(layer)]
 
@@ -133,7 +133,9 @@ def dequantize[M](model: M, dtype: DTypeLike = "float32") -> M:
         (<class 'equinox.nn._linear.Linear'>, dtype('float32'))
     """
     require_model(model, "dequantize(model)")
-    return jax.tree.map(lambda node: node.dequantized(dtype) if is_served(node) else node, model, is_leaf=is_served)
+    return jax.tree.map(
+        lambda node: node.dequantized(dtype) if is_quantized_layer(node) else node, model, is_leaf=is_quantized_layer
+    )
 
 
 def freeze[M](model: M) -> M:
@@ -155,19 +157,19 @@ def freeze[M](model: M) -> M:
         (64,)
     """
     require_model(model, "freeze(model)")
-    if not holds_served(model):
+    if not holds_quantized_layers(model):
         raise ValueError(
             "model has no quantized layer to freeze; quantize it first: freeze(quantize_for_inference(model, "
             "'FP8_DYNAMIC'))"
         )
 
     def frozen(node: Any) -> Any:
-        if not is_served(node):
+        if not is_quantized_layer(node):
             return node
         kernel = dataclasses.replace(node.kernel, layout=None, compute_dtype=None)
         return eqx.tree_at(lambda layer: layer.kernel, node, kernel)
 
-    return jax.tree.map(frozen, model, is_leaf=is_served)
+    return jax.tree.map(frozen, model, is_leaf=is_quantized_layer)
 
 
 def _elements(weight: Any) -> int:

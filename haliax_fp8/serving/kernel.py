@@ -1,4 +1,4 @@
-"""ServedKernel: data and scales, with which a layer multiplies in place of a weight."""
+"""QuantizedKernel: data and scales, with which a layer multiplies in place of a weight."""
 
 import equinox as eqx
 import haliax as hax
@@ -24,7 +24,7 @@ from .layout import ServedLayout
 from .product import ServedProduct, served_product
 
 
-class ServedKernel(eqx.Module):
+class QuantizedKernel(eqx.Module):
     """A kernel whose weight is data and scales, which never change; one byte per weight, or half of one.
 
     With a `layout` it multiplies in FP8, for inference: bit for bit as in training, and without gradients. Without one
@@ -210,11 +210,11 @@ class ServedKernel(eqx.Module):
 
 # The backward pass makes the weight again, so that only data and scales are kept.
 @eqx.filter_checkpoint
-def _by_weight(kernel: ServedKernel, input: Array, numbers: DimensionNumbers, out_dtype: np.dtype | None) -> Array:
+def _by_weight(kernel: QuantizedKernel, input: Array, numbers: DimensionNumbers, out_dtype: np.dtype | None) -> Array:
     weight = kernel.values(input.dtype)
     return lax.dot_general(input, weight, numbers, preferred_element_type=out_dtype)
 
 
 @eqx.filter_checkpoint
-def _rows_by_weight(kernel: ServedKernel, rows: Array, group_sizes: Array) -> Array:
+def _rows_by_weight(kernel: QuantizedKernel, rows: Array, group_sizes: Array) -> Array:
     return lax.ragged_dot(rows, kernel.values(rows.dtype), group_sizes)

@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 from .._product.names import SERVED_LINEAR
 from ..layers.equinox import plain_linear
 from ..layers.kernel import Kernel, axes_of
-from ..layers.served import AbstractServedLayer
-from .kernel import ServedKernel
+from ..layers.quantized import AbstractQuantizedLayer
+from .kernel import QuantizedKernel
 from .named import apart, in_order, named_product, weight_of
 
 
@@ -29,7 +29,7 @@ _NO_WEIGHT: Any = None
 _AS_ONE = ("fp8_out", "fp8_in")
 
 
-class ServedLinear(AbstractServedLayer, hnn.Linear):
+class QuantizedLinear(AbstractQuantizedLayer, hnn.Linear):
     """A `haliax.nn.Linear` whose weight is data and scales. Made by `quantize_for_inference` and `import_model`.
 
     Args:
@@ -37,11 +37,11 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
         axes: The axes of the kernel.
     """
 
-    kernel: ServedKernel = eqx.field(kw_only=True)
+    kernel: QuantizedKernel = eqx.field(kw_only=True)
     axes: tuple[hax.Axis, ...] = eqx.field(static=True, kw_only=True)
 
     @staticmethod
-    def of(layer: hnn.Linear, kernel: ServedKernel) -> "ServedLinear":
+    def of(layer: hnn.Linear, kernel: QuantizedKernel) -> "QuantizedLinear":
         """The layer with a kernel in place of its weight.
 
         Args:
@@ -50,12 +50,12 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
         """
         axes = in_order(layer.weight, (*axes_of(layer.Out), *axes_of(layer.In)))
         plain: Any = DotGeneralOp.default()
-        return ServedLinear(
+        return QuantizedLinear(
             _NO_WEIGHT, layer.bias, layer.In, layer.Out, plain, layer._reparam_cls, kernel=kernel, axes=axes
         )
 
     @staticmethod
-    def of_matrix(layer: hnn.Linear, kernel: ServedKernel) -> "ServedLinear":
+    def of_matrix(layer: hnn.Linear, kernel: QuantizedKernel) -> "QuantizedLinear":
         """The layer with a matrix of a checkpoint in place of its weight.
 
         Its blocks may straddle the layer's own axes, so several axes are multiplied as one.
@@ -68,7 +68,7 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
         if len(axes_of(layer.Out)) != 1 or len(axes_of(layer.In)) != 1:
             sizes = (math.prod(axis.size for axis in axes_of(part)) for part in (layer.Out, layer.In))
             axes = tuple(hax.Axis(name, size) for name, size in zip(_AS_ONE, sizes, strict=True))
-        return dataclasses.replace(ServedLinear.of(layer, kernel), axes=axes, dot_general=layer.dot_general)
+        return dataclasses.replace(QuantizedLinear.of(layer, kernel), axes=axes, dot_general=layer.dot_general)
 
     def __call__(self, inputs: hax.NamedArray, *, key: Any = None) -> hax.NamedArray:
         """Maps `In` to `Out`.
@@ -115,7 +115,7 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
         raise _no_state_dict(prefix)
 
 
-class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
+class QuantizedEmbedding(AbstractQuantizedLayer, hnn.Embedding):
     """A `haliax.nn.Embedding` with its table in FP8: `embed` looks up and scales rows, `unembed` multiplies.
 
     Args:
@@ -123,11 +123,11 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
         axes: Its axes.
     """
 
-    kernel: ServedKernel = eqx.field(kw_only=True)
+    kernel: QuantizedKernel = eqx.field(kw_only=True)
     axes: tuple[hax.Axis, ...] = eqx.field(static=True, kw_only=True)
 
     @staticmethod
-    def of(layer: hnn.Embedding, kernel: ServedKernel) -> "ServedEmbedding":
+    def of(layer: hnn.Embedding, kernel: QuantizedKernel) -> "QuantizedEmbedding":
         """The layer with a kernel in place of its table.
 
         Args:
@@ -135,7 +135,7 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
             kernel: Its table, quantized.
         """
         axes = in_order(layer.weight, (layer.Vocab, *axes_of(layer.Embed)))
-        return ServedEmbedding(_NO_WEIGHT, layer.Vocab, layer.Embed, layer._reparam_cls, kernel=kernel, axes=axes)
+        return QuantizedEmbedding(_NO_WEIGHT, layer.Vocab, layer.Embed, layer._reparam_cls, kernel=kernel, axes=axes)
 
     def embed(self, input_ids: hax.NamedArray) -> hax.NamedArray:
         """The vectors of tokens, `data * scale` in the dtype of the table.
@@ -181,7 +181,7 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
         return hnn.Embedding(weight_of(self.kernel, self.axes, dtype, 1.0), self.Vocab, self.Embed, self._reparam_cls)
 
 
-class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
+class QuantizedMoELinear(AbstractQuantizedLayer, hnn.MoELinear):
     """A `haliax.nn.MoELinear` whose experts are data and scales.
 
     Args:
@@ -190,12 +190,12 @@ class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
         weight_axes: The axes of the weight, in its order.
     """
 
-    kernel: ServedKernel = eqx.field(kw_only=True)
+    kernel: QuantizedKernel = eqx.field(kw_only=True)
     axes: tuple[hax.Axis, ...] = eqx.field(static=True, kw_only=True)
     weight_axes: tuple[hax.Axis, ...] = eqx.field(static=True, kw_only=True)
 
     @staticmethod
-    def of(layer: hnn.MoELinear, kernel: ServedKernel) -> "ServedMoELinear":
+    def of(layer: hnn.MoELinear, kernel: QuantizedKernel) -> "QuantizedMoELinear":
         """The layer with a kernel in place of its weight.
 
         Args:
@@ -203,7 +203,7 @@ class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
             kernel: Its weight, quantized.
         """
         axes = (*axes_of(layer.Experts), layer.In, layer.Out)
-        return ServedMoELinear(
+        return QuantizedMoELinear(
             _NO_WEIGHT,
             layer.bias,
             layer.Experts,
@@ -251,7 +251,7 @@ class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
         return hnn.MoELinear(weight, self.bias, self.Experts, self.In, self.Out, use_gmm=self.use_gmm)
 
 
-class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
+class QuantizedEquinoxLinear(AbstractQuantizedLayer, eqx.nn.Linear):
     """An `eqx.nn.Linear` whose weight is data and scales.
 
     Args:
@@ -259,9 +259,9 @@ class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
         kernel: The quantized weight.
     """
 
-    kernel: ServedKernel
+    kernel: QuantizedKernel
 
-    def __init__(self, linear: eqx.nn.Linear, kernel: ServedKernel):
+    def __init__(self, linear: eqx.nn.Linear, kernel: QuantizedKernel):
         for name in ("bias", "in_features", "out_features", "use_bias"):
             setattr(self, name, getattr(linear, name))
         self.weight: Any = None
@@ -297,7 +297,7 @@ class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
 
 # A new function for each call would be traced again for each layer.
 @eqx.filter_checkpoint
-def dequantized_call(layer: AbstractServedLayer, inputs: Any, *others: Any) -> Any:
+def dequantized_call(layer: AbstractQuantizedLayer, inputs: Any, *others: Any) -> Any:
     """What the plain layer computes, with the weight in the dtype of the inputs.
 
     The backward pass makes the weight again, so that only data and scales are kept.

@@ -7,7 +7,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ..layers.kernel import axes_of
-from .kernel import ServedKernel
+from .kernel import QuantizedKernel
 
 
 def apart(x: hax.NamedArray, one: hax.Axis, several: hax.AxisSpec) -> hax.NamedArray:
@@ -33,7 +33,7 @@ def in_order(weight: hax.NamedArray, axes: tuple[hax.Axis, ...]) -> tuple[hax.Ax
 
 
 def named_product(
-    kernel: ServedKernel, inputs: hax.NamedArray, axes: tuple[hax.Axis, ...], contracted: tuple[hax.Axis, ...]
+    kernel: QuantizedKernel, inputs: hax.NamedArray, axes: tuple[hax.Axis, ...], contracted: tuple[hax.Axis, ...]
 ) -> hax.NamedArray:
     """Computes `inputs.dot(weight, axis=contracted)`.
 
@@ -60,7 +60,7 @@ def named_product(
     return named.rearrange(tuple(sizes[name] for name in order))
 
 
-def weight_of(kernel: ServedKernel, axes: tuple[hax.Axis, ...], dtype: DTypeLike, factor: float) -> hax.NamedArray:
+def weight_of(kernel: QuantizedKernel, axes: tuple[hax.Axis, ...], dtype: DTypeLike, factor: float) -> hax.NamedArray:
     """`data * scale` with named axes, divided by the factor that the layer applies to its weight.
 
     Args:

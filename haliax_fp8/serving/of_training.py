@@ -26,7 +26,7 @@ from ..layers.quantized_kernels import BoundKernel, bind_kernel, is_floating, na
 from ..layers.rule import LayerRule
 from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling import MXFP8Scaling, OperandUse
-from .kernel import ServedKernel
+from .kernel import QuantizedKernel
 from .layout import ServedLayout
 
 
@@ -35,7 +35,7 @@ _ROWS = {"input": 0, "kernel": 1}
 
 def served_kernel(
     path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis, ...], layout: ServedLayout
-) -> ServedKernel:
+) -> QuantizedKernel:
     """The kernel of a layer, quantized for inference.
 
     Args:
@@ -99,7 +99,7 @@ def served_kernel(
     )
     input_bits = None if input_scale is None else named(bits_of(input_scale))
     dtype = np.dtype(bound.array.dtype)
-    return ServedKernel(stored, input_bits, layout, contracted, compute_dtype, dtype, _origin(layout))
+    return QuantizedKernel(stored, input_bits, layout, contracted, compute_dtype, dtype, _origin(layout))
 
 
 def _named_scale(

@@ -7,7 +7,7 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 
-from ..layers.served import is_served
+from ..layers.quantized import is_quantized_layer
 from .blocks import ServedBlocks
 
 
@@ -20,22 +20,22 @@ def unstacked(tree: Any) -> Any:
     is_stack = lambda node: isinstance(node, hnn.Stacked)
 
     def one_by_one(node: Any) -> Any:
-        if not is_stack(node) or not holds_served(node) or _in_ensemble(node):
+        if not is_stack(node) or not holds_quantized_layers(node) or _in_ensemble(node):
             return node if not is_stack(node) else dataclasses.replace(node, stacked=unstacked(node.stacked))
         blocks = tuple(map(unstacked, node.unstacked()))
         return ServedBlocks(blocks, node.Block, node.gradient_checkpointing)
 
     # A layer that appears at two paths stays one object.
-    return jax.tree.map(one_by_one, tree, is_leaf=lambda node: is_stack(node) or is_served(node))
+    return jax.tree.map(one_by_one, tree, is_leaf=lambda node: is_stack(node) or is_quantized_layer(node))
 
 
-def holds_served(tree: Any) -> bool:
+def holds_quantized_layers(tree: Any) -> bool:
     """Whether a tree has a layer with data and scales.
 
     Args:
         tree: Any tree.
     """
-    return any(map(is_served, jax.tree.leaves(tree, is_leaf=is_served)))
+    return any(map(is_quantized_layer, jax.tree.leaves(tree, is_leaf=is_quantized_layer)))
 
 
 def _in_ensemble(tree: Any) -> bool:

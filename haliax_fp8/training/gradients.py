@@ -20,7 +20,7 @@ from .._jax.errors import (
 from .._jax.max_grad import LOST_STATE, StateOutsideJit, is_max_grad, to_float32
 from .._jax.used import UsedArguments, depends_on, tagged
 from .._numerics.checks import require_bool
-from .._product.quantized_kernel import QuantizedKernel
+from .._product.kernel_for_products import KernelForProducts
 from .._state.op_state import OpState, OverwriteWithGradient, is_state
 from .._state.update import complete_states, record_states, records_of_part
 from ..layers.checks import require_calibrated
@@ -282,7 +282,7 @@ class _ValueAndGrad(eqx.Module):
             _require_none_lost(reached.missing, read_by_loss, missing_in_plain_gradient)
         gradients = _replaced(gradients, indices, self.complete(states, [gradients[i] for i in indices]))
         # Copies of kernels are those of this step's weights, which have the gradient.
-        gradients = [None if isinstance(leaf, QuantizedKernel) else leaf for leaf in gradients]
+        gradients = [None if isinstance(leaf, KernelForProducts) else leaf for leaf in gradients]
         return value, jax.tree.unflatten(structure, gradients)
 
 
@@ -339,7 +339,7 @@ def _require_none_lost(
 
 
 def _is_state_or_quantized_kernel(node: Any) -> bool:
-    return isinstance(node, OverwriteWithGradient | QuantizedKernel)
+    return isinstance(node, OverwriteWithGradient | KernelForProducts)
 
 
 def _is_differentiated(leaf: Any) -> bool:

@@ -21,9 +21,9 @@ from ..devices.xla_flags import XlaFlags
 from ..layers.checks import require_usable_tables, require_whole_model, require_whole_state
 from ..layers.config import Fp8Config, default_rules
 from ..layers.describe import describe, recipes_of
+from ..layers.quantized import require_weights
 from ..layers.quantized_kernels import quantize_kernels, require_no_quantized_kernels
 from ..layers.rule import LayerRule
-from ..layers.served import require_weights
 from ..layers.walk import all_ops, is_op
 from ..recipes.compiler_options import log_cost_of_flags, training_options
 from ..recipes.recipe import Recipe

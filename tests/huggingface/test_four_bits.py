@@ -24,7 +24,7 @@ from haliax_fp8.huggingface import (
     serving_tensors,
     thaw,
 )
-from haliax_fp8.layers.served import is_served
+from haliax_fp8.layers.quantized import is_quantized_layer
 from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.recipes import E2M1, MXFP8Scaling, OperandUse, by_name
 
@@ -67,8 +67,8 @@ def test_imports_are_bit_for_bit(kind, tmp_path):
         np.testing.assert_array_equal(found[name], values)
     frozen = import_model(folder, abstract(), names=names.LLAMA, weights="frozen")
     assert bool(eqx.tree_equal(thaw(frozen, jnp.float32), dequantized))
-    kernels = jax.tree.leaves(frozen.blocks.stacked, is_leaf=lambda x: is_served(x))
-    bytes = sum(x.nbytes for k in kernels if is_served(k) for x in jax.tree.leaves(k.kernel))
+    kernels = jax.tree.leaves(frozen.blocks.stacked, is_leaf=lambda x: is_quantized_layer(x))
+    bytes = sum(x.nbytes for k in kernels if is_quantized_layer(k) for x in jax.tree.leaves(k.kernel))
     assert bytes <= 0.6 * sum(x.size for x in meant.values())
     if kind.startswith("modelopt"):
         return  # It is read, and not written.

@@ -72,7 +72,7 @@ def test_weights_in_fp8_stay_in_fp8(weights, tmp_path):
     folder = written(tmp_path / "folder", trained(), "FP8_DYNAMIC")
     loaded = load(folder, weights=weights)
     blocks = loaded.blocks.stacked if weights == "frozen" else loaded.blocks.blocks[0]
-    assert type(blocks.mlp.up).__name__ == "ServedLinear"
+    assert type(blocks.mlp.up).__name__ == "QuantizedLinear"
     assert loaded.embedding.weight.dtype == jnp.bfloat16
 
 

@@ -18,7 +18,7 @@ from haliax_fp8.folders.layout import PLAIN, named
 from haliax_fp8.huggingface import export_model, import_model, names, serving_tensors
 from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.recipes import RowwiseScaling, StaticScaling
-from haliax_fp8.serving import ServedKernel, ServedLayout, dequantize, layouts, quantize_for_inference
+from haliax_fp8.serving import QuantizedKernel, ServedLayout, dequantize, layouts, quantize_for_inference
 
 
 In, Head, Dim, Layers, Rows = hax.make_axes(inputs=128, heads=2, dim=128, layers=2, rows=6)
@@ -68,7 +68,7 @@ def trained(x):
 
 
 def kernels(model):
-    is_kernel = lambda node: isinstance(node, ServedKernel)
+    is_kernel = lambda node: isinstance(node, QuantizedKernel)
     return [node for node in jax.tree.leaves(model, is_leaf=is_kernel) if is_kernel(node)]
 
 
@@ -124,7 +124,7 @@ def test_experts_with_scales_of_training(x, per_expert, tmp_path):
     call = eqx.filter_jit(lambda model, x, sizes: model["up"](x, sizes).array)
     served = quantize_for_inference(trained, "FP8")
     (kernel,) = kernels(served)
-    assert kernel.scale.array.shape == kernel.input_scale.array.shape == ((3,) if per_expert else ())
+    assert kernel.stored.scale.array.shape == kernel.input_scale.array.shape == ((3,) if per_expert else ())
     expected = call(trained, x * grow, SIZES)
     np.testing.assert_array_equal(call(served, x * grow, SIZES), expected)
     plain = dequantize(served)["up"].weight.rearrange((Experts, In, Mlp)).array

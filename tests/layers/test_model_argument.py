@@ -49,6 +49,7 @@ OF_TREES = {
     "quantize_kernels(model)": fp8.quantize_kernels,
     "separate_input_scales(model)": memory.separate_input_scales,
     "dequantize(model)": serving.dequantize,
+    "freeze(model)": serving.freeze,
     "serving_mismatch(train_model, served, batch)": lambda model: serving.serving_mismatch(MODEL, model, X),
     "diagnose(model, statistics)": lambda model: statistics.diagnose(model, None),
     "where_not_finite(model, loss_fn, *batch)": lambda model: statistics.where_not_finite(model, loss_fn, X),

@@ -659,7 +659,7 @@ CHANGES = (
     ),
     Change(
         "a cast of state after its kernel was quantized is not noticed",
-        "_product/quantized_kernel.py",
+        "_product/kernel_for_products.py",
         "if scale_dtype is not None and quantized.scale_dtype not in (None, scale_dtype):",
         "if False:",
         ("test_kernel_quantization.py::test_copies_of_another_kernel",),

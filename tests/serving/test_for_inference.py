@@ -29,7 +29,7 @@ from haliax_fp8 import (
 from haliax_fp8._product.contraction import DotContraction
 from haliax_fp8._product.dimensions import DotDimensions
 from haliax_fp8.huggingface import export_model, import_model
-from haliax_fp8.layers import AbstractServedLayer, Kernel, LayerRule, default_rules
+from haliax_fp8.layers import AbstractQuantizedLayer, Kernel, LayerRule, default_rules
 from haliax_fp8.recipes import (
     E4M3,
     BlockScaling,
@@ -40,8 +40,8 @@ from haliax_fp8.recipes import (
     RowwiseScaling,
 )
 from haliax_fp8.serving import (
-    ServedEquinoxLinear,
-    ServedKernel,
+    QuantizedEquinoxLinear,
+    QuantizedKernel,
     ServedLayout,
     dequantize,
     freeze,
@@ -308,8 +308,8 @@ class Dense(eqx.Module):
         return multiply(x, self.weight, MATRICES)
 
 
-class ServedDense(AbstractServedLayer):
-    kernel: ServedKernel
+class QuantizedDense(AbstractQuantizedLayer):
+    kernel: QuantizedKernel
 
     def __call__(self, x):
         return self.kernel.dot_general(x, MATRICES)
@@ -342,27 +342,27 @@ class DenseRule(LayerRule):
 def test_a_class_of_ones_own():
     """By a function; without one, or with one that does something else, the error says what is missing."""
     config = Fp8Config(recipe="rowwise", rules=(DenseRule(), *default_rules))
-    served_layers = {Dense: lambda layer, kernel: ServedDense(kernel)}
+    quantized_layers = {Dense: lambda layer, kernel: QuantizedDense(kernel)}
     layer, x = Dense(normal(0, 64, 32)), normal(1, 5, 64)
     trained = fp8_linear_layers(layer, config)
-    served = quantize_for_inference(trained, "FP8_DYNAMIC", rules=config.rules, served_layers=served_layers)
+    served = quantize_for_inference(trained, "FP8_DYNAMIC", rules=config.rules, quantized_layers=quantized_layers)
     np.testing.assert_array_equal(eqx.filter_jit(served)(x), eqx.filter_jit(trained)(x))
     # Stored with what is summed over last.
     assert served.kernel.stored.data.array.shape == (32, 64) and dequantize(served).weight.shape == (64, 32)
     with pytest.raises(ValueError, match=r"up is a Dense, which.*exclude the layer"):
         quantize_for_inference({"up": layer}, "FP8_DYNAMIC", rules=config.rules)
-    with pytest.raises(ValueError, match=r"served_layers\[Dense\] does not.*lambda"):
-        quantize_for_inference(layer, "FP8_DYNAMIC", rules=config.rules, served_layers={Dense: ServedDense})
-    with pytest.raises(ValueError, match=r"served_layers\[Dense\]\(layer, kernel\) returned None"):
-        quantize_for_inference(layer, "FP8_DYNAMIC", rules=config.rules, served_layers={Dense: lambda *_: None})
-    with pytest.raises(ValueError, match=r"served_layers names Dense, but.*rules="):
-        quantize_for_inference([layer, equinox_linear()], "FP8_DYNAMIC", served_layers=served_layers)
-    for wrong in ({"Dense": ServedDense}, {Dense: None}, ServedDense):
+    with pytest.raises(ValueError, match=r"quantized_layers\[Dense\] does not.*lambda"):
+        quantize_for_inference(layer, "FP8_DYNAMIC", rules=config.rules, quantized_layers={Dense: QuantizedDense})
+    with pytest.raises(ValueError, match=r"quantized_layers\[Dense\]\(layer, kernel\) returned None"):
+        quantize_for_inference(layer, "FP8_DYNAMIC", rules=config.rules, quantized_layers={Dense: lambda *_: None})
+    with pytest.raises(ValueError, match=r"quantized_layers names Dense, but.*rules="):
+        quantize_for_inference([layer, equinox_linear()], "FP8_DYNAMIC", quantized_layers=quantized_layers)
+    for wrong in ({"Dense": QuantizedDense}, {Dense: None}, QuantizedDense):
         with (
             unchecked(),
-            pytest.raises(ValueError, match=r"served_layers=.*must be a mapping from"),
+            pytest.raises(ValueError, match=r"quantized_layers=.*must be a mapping from"),
         ):
-            quantize_for_inference(layer, "FP8_DYNAMIC", rules=config.rules, served_layers=wrong)
+            quantize_for_inference(layer, "FP8_DYNAMIC", rules=config.rules, quantized_layers=wrong)
     with pytest.raises(ValueError, match=r"made for a sum over \(0,\)"):
         served.kernel.dot_general(normal(1, 5, 32), (((1,), (1,)), ((), ())))
 
@@ -371,7 +371,7 @@ def test_a_class_of_ones_own():
 def test_a_class_of_ones_own_from_a_folder(layout, tmp_path):
     """Its kernel has the axes of its weight, `[in, out]`, while folders have `[out, in]`."""
     config = Fp8Config(rules=(DenseRule(), *default_rules))
-    how = {"config": config, "served_layers": {Dense: lambda layer, kernel: ServedDense(kernel)}}
+    how = {"config": config, "quantized_layers": {Dense: lambda layer, kernel: QuantizedDense(kernel)}}
     layer, x, g = {"up": Dense(normal(0, 64, 32))}, normal(1, 5, 64), normal(2, 5, 32)
     export_model(layer, tmp_path / "out", layout, config=config)
     plain, frozen, served = (
@@ -385,7 +385,7 @@ def test_a_class_of_ones_own_from_a_folder(layout, tmp_path):
     linear = {"up": eqx.nn.Linear(64, 32, use_bias=False, key=jax.random.key(0))}
     linear = import_model(tmp_path / "out", linear, weights="served")["up"]
     np.testing.assert_array_equal(served(x), jax.vmap(linear)(x))
-    with pytest.raises(ValueError, match=r"up is a Dense, which has no.*served_layers.*weights='dequantized'"):
+    with pytest.raises(ValueError, match=r"up is a Dense, which has no.*quantized_layers.*weights='dequantized'"):
         import_model(tmp_path / "out", layer, weights="frozen", config=config)
 
 
@@ -394,7 +394,7 @@ def test_frozen_layers_compute_what_plain_ones_do(kind):
     """With their gradients to inputs, also where layers for inference have none."""
     x, sizes = hax.named(normal(1, 6, 64), (Rows, In)), hax.named(jnp.array([2, 0, 4]), Experts)
     own = Fp8Config(rules=(DenseRule(), *default_rules))
-    how = {"config": own, "served_layers": {Dense: lambda layer, kernel: ServedDense(kernel)}}
+    how = {"config": own, "quantized_layers": {Dense: lambda layer, kernel: QuantizedDense(kernel)}}
     layer, call = {
         "linear": (hnn.Linear.init(In, Out, key=jax.random.key(0)), lambda layer, x: layer(x).array),
         "experts": (hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0)), lambda m, x: m(x, sizes).array),
@@ -418,7 +418,7 @@ class Doubled(eqx.nn.Linear):
         return 2 * super().__call__(x)
 
 
-class ServedDoubled(ServedEquinoxLinear):
+class QuantizedDoubled(QuantizedEquinoxLinear):
     def __call__(self, x, *, key=None):
         return 2 * super().__call__(x)
 
@@ -443,13 +443,13 @@ def test_the_class_that_a_built_in_one_is_extended_to():
     own = Fp8Config(rules=(DoubledRule(), *default_rules))
     with pytest.raises(ValueError, match="the model itself is a Doubled, which has no"):
         quantized(doubled, rules=own.rules)
-    served = quantized(doubled, rules=own.rules, served_layers={Doubled: ServedDoubled})
+    served = quantized(doubled, rules=own.rules, quantized_layers={Doubled: QuantizedDoubled})
     plain = quantized(layer)
     np.testing.assert_array_equal(jax.vmap(served)(x), 2 * jax.vmap(plain)(x))
     # The nearest class decides, and a user's function comes before the built-in one.
-    both = {eqx.nn.Linear: ServedDoubled, Doubled: ServedEquinoxLinear}
-    twice, once = quantized([layer, doubled], rules=own.rules, served_layers=both)
-    assert (type(twice), type(once)) == (ServedDoubled, ServedEquinoxLinear)
+    both = {eqx.nn.Linear: QuantizedDoubled, Doubled: QuantizedEquinoxLinear}
+    twice, once = quantized([layer, doubled], rules=own.rules, quantized_layers=both)
+    assert (type(twice), type(once)) == (QuantizedDoubled, QuantizedEquinoxLinear)
 
 
 def test_a_served_model_is_neither_converted_nor_restored_nor_trained():

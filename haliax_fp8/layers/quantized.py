@@ -14,10 +14,10 @@ from .rule import LayerRule
 from .walk import path_string
 
 
-class AbstractServedLayer(eqx.Module):
+class AbstractQuantizedLayer(eqx.Module):
     """A layer with data and scales in place of a weight: made for inference, or the frozen base of adapters.
 
-    One of your own holds a `serving.ServedKernel`; `quantize_for_inference(served_layers=...)` makes it.
+    One of your own holds a `serving.QuantizedKernel`; `quantize_for_inference(quantized_layers=...)` makes it.
     """
 
     kernel: eqx.AbstractVar[Any]
@@ -33,38 +33,38 @@ class AbstractServedLayer(eqx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class ServedLayers(LayerRule):
+class QuantizedLayers(LayerRule):
     """Layers that hold data and scales in place of a weight: they are listed, and not converted."""
 
     @property
     def layer_type(self) -> type:
         """Their common base class."""
-        return AbstractServedLayer
+        return AbstractQuantizedLayer
 
-    def refusal(self, layer: AbstractServedLayer) -> str:
+    def refusal(self, layer: AbstractQuantizedLayer) -> str:
         """They have no weight to train."""
         if layer.kernel.has_gradient:
             return "its weight is frozen; huggingface.thaw(model) makes plain layers"
         return "its kernel is in FP8 for inference; serving.dequantize(model) makes plain layers"
 
-    def kernel(self, layer: AbstractServedLayer) -> Kernel:
+    def kernel(self, layer: AbstractQuantizedLayer) -> Kernel:
         """Its axes, without a weight."""
         return layer.described
 
-    def op(self, layer: AbstractServedLayer) -> None:
+    def op(self, layer: AbstractQuantizedLayer) -> None:
         """None: it has no state."""
         return None
 
-    def with_op(self, layer: AbstractServedLayer, op: Fp8DotGeneral | None) -> AbstractServedLayer:
+    def with_op(self, layer: AbstractQuantizedLayer, op: Fp8DotGeneral | None) -> AbstractQuantizedLayer:
         """The layer without an op; with one, raises a ValueError with the reason."""
         if op is not None:
             raise ValueError(f"a {type(layer).__name__} cannot be converted: {self.refusal(layer)}")
         return layer
 
 
-def is_served(node: Any) -> bool:
+def is_quantized_layer(node: Any) -> bool:
     """Whether it is a layer with data and scales in place of a weight."""
-    return isinstance(node, AbstractServedLayer)
+    return isinstance(node, AbstractQuantizedLayer)
 
 
 def require_weights(model: Any, name: str, remedy: str) -> None:
@@ -75,8 +75,8 @@ def require_weights(model: Any, name: str, remedy: str) -> None:
         name: The argument's name.
         remedy: What to do, other than make plain layers.
     """
-    nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_served)[0]
-    served = [path for path, node in nodes if is_served(node) and not node.kernel.has_gradient]
+    nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_quantized_layer)[0]
+    served = [path for path, node in nodes if is_quantized_layer(node) and not node.kernel.has_gradient]
     paths = [path_string(path) or "the model itself" for path in served]
     if not paths:
         return

@@ -16,7 +16,7 @@ from ..recipes.recipe import USES, ProductName, Recipe
 from .contraction import AbstractContraction
 
 
-class QuantizedKernel[A](eqx.Module):
+class KernelForProducts[A](eqx.Module):
     """A kernel as its products take it, and what a step measures of it.
 
     Args:
@@ -56,7 +56,7 @@ def dtype_of_scales(state: Array | None, recipe: Recipe) -> np.dtype | None:
 
 
 def require_fit(
-    quantized: QuantizedKernel[Array],
+    quantized: KernelForProducts[Array],
     shape: tuple[int, ...],
     dtype: np.dtype,
     contraction: AbstractContraction,
@@ -118,7 +118,7 @@ def require_fit(
         )
 
 
-def is_mapped(axes: QuantizedKernel[Any] | None) -> bool:
+def is_mapped(axes: KernelForProducts[Any] | None) -> bool:
     """Whether examples have quantized kernels of their own.
 
     Args:
@@ -128,8 +128,8 @@ def is_mapped(axes: QuantizedKernel[Any] | None) -> bool:
 
 
 def folded(
-    quantized: QuantizedKernel[Any], axes: QuantizedKernel[Any], size: int, position: int, *, kernel_has_axis: bool
-) -> QuantizedKernel[Any]:
+    quantized: KernelForProducts[Any], axes: KernelForProducts[Any], size: int, position: int, *, kernel_has_axis: bool
+) -> KernelForProducts[Any]:
     """A quantized kernel into which `vmap`'s axis was folded.
 
     Args:
