@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..models.rotary import rotate
 from ..models.transformer import Norm, Transformer, TransformerConfig, causal_attention
 from ..training.cast import cast_params
 from ..training.step import TrainStep
+from .load import UsageError
 
 
 def layer_norm(config: TransformerConfig) -> Norm:
@@ -125,6 +126,15 @@ def demo_by_name(name: str) -> Demo:
         near = nearest(name, demos)
         raise ValueError(f"--demo {name} is unknown; the nearest are {near or list(demos)}, all are {list(demos)}")
     return demos[name]
+
+
+def demo_config(demo: Demo, recipe: str, exclude: Sequence[str]) -> Fp8Config:
+    """How the demo is converted: without its head, as the guide advises; a tied one is left out by itself."""
+    heads = [] if demo.config.tied_head else ["head"]
+    try:
+        return Fp8Config(recipe=recipe, exclude=[*exclude, *heads])
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
 
 
 stackings: Mapping[str, Mapping[str, Any]] = {

@@ -44,16 +44,14 @@ def split_reference(reference: str) -> tuple[str, str]:
     return file, name
 
 
-def load_step(reference: str) -> Callable[[], Step]:
-    """Finds the function that makes a step; the step is made when what is returned is called.
+def load_function(reference: str) -> Callable[..., Any]:
+    """Finds a function.
 
     Args:
-        reference: `FILE.py:FUNCTION` or `package.module:FUNCTION`. The function takes nothing and returns
-            `(step_fn, args)`, or `(step_fn, args, shardings)`.
+        reference: `FILE.py:FUNCTION` or `package.module:FUNCTION`.
 
     Raises:
-        UsageError: If the file, module or function does not exist; and when called, if it returns something else. What
-            the user's code raises is not caught.
+        UsageError: If the file, module or function does not exist. What the user's code raises is not caught.
     """
     file, name = split_reference(reference)
     module = _module(file)
@@ -62,6 +60,20 @@ def load_step(reference: str) -> Callable[[], Step]:
         functions = _functions(module)
         near = nearest(name, functions) or functions[:5]
         raise UsageError(f"{file} has no function {name!r}; it has {', '.join(near) or 'none'}")
+    return make
+
+
+def load_step(reference: str) -> Callable[[], Step]:
+    """Finds the function that makes a step; the step is made when what is returned is called.
+
+    Args:
+        reference: As in `load_function`. The function takes nothing and returns `(step_fn, args)`, or `(step_fn, args,
+            shardings)`.
+
+    Raises:
+        UsageError: As in `load_function`; and when called, if it returns something else.
+    """
+    make = load_function(reference)
     if missing := _without_default(make):
         raise UsageError(
             f"{reference} has to take no arguments, but takes {', '.join(missing)}; give it defaults, or name a "

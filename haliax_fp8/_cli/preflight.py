@@ -2,30 +2,26 @@
 
 import argparse
 import functools
-import importlib.util
 import inspect
-import logging
 import math
 import os
 import pathlib
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-import jax
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
 from ..devices.catalog import canonical
-from ..devices.device import Device
 from ..layers.config import Fp8Config
 from ..preflight import PreflightError, PreflightReport, compilable_devices, inspect_step
 from ..preflight.devices import as_compilable
 from ..recipes.catalog import named
-from .demo import Demo, demo_by_name, demo_step, demos, stackings
+from .choose import CACHE, run_choose
+from .demo import demo_by_name, demo_config, demo_step, demos, stackings
+from .devices import check_device, compile_only, has_fused_attention, require_compiler, use_local_devices
 from .help_text import Paragraphs
 from .load import Step, UsageError, load_step, split_reference
+from .progress import with_progress
 from .screen import as_svg, fitted, on_error, screen
 
 
@@ -37,10 +33,14 @@ examples:
   %(prog)s train.py:make_step --device h100 --require fp8_flops=0.9
   %(prog)s train.py:make_step --compare train.py:bf16_step --json -
   %(prog)s --demo llama-8b --layers 4 --device b200 --compare
+  %(prog)s --demo llama-8b --choose --device h100 --devices 8 --tokens 262144
 
 FILE.py:FUNCTION takes no arguments and returns (step_fn, args), where args is the tuple of the step's arguments:
 arrays, or ShapeDtypeStructs from eqx.filter_eval_shape. It may return (step_fn, args, shardings), with a PartitionSpec
 or None for each argument. The step is compiled, not run.
+
+With --choose, FUNCTION takes keywords: tokens, and those of recipe, recompute (True or False) and mesh (axes and sizes)
+that it can change.
 
 exit status: 0 success, 1 a requirement is not met, 2 the command or a package is wrong, 130 interrupted.
 """
@@ -104,13 +104,29 @@ def add_parsers(commands: Any) -> None:
         help="list every product with formats and implementation, not a line per layer; say what times assume",
     )
     parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
+    choice = parser.add_argument_group("a search for the fastest way to run the step")
+    choice.add_argument(
+        "--choose",
+        action="store_true",
+        help="list recipes, what is recomputed, meshes and batches that fit, the fastest first; takes minutes",
+    )
+    choice.add_argument("--memory", type=_gigabytes, metavar="GB", help="of each device (default: 0.9 of what it has)")
+    choice.add_argument("--exact", action="store_true", help="without recipes that change the loss")
+    choice.add_argument("--cache", metavar="DIR", help=f"what was compiled, to continue (default {CACHE})")
     demo = parser.add_argument_group("a model with published shapes instead of your own step")
     demo.add_argument("--demo", metavar="NAME", help=f"one of {', '.join(demos)}")
     demo.add_argument("--layers", type=_positive, metavar="N", help="blocks (default: as published)")
-    demo.add_argument("--tokens", type=_positive, metavar="N", help="tokens in a step (default 8192)")
+    demo.add_argument(
+        "--tokens",
+        type=_positive,
+        metavar="N",
+        help="tokens in a step (default 8192); with --choose at most (default 32768 for each device)",
+    )
     demo.add_argument("--length", type=_positive, metavar="N", help="tokens in a sequence (default: at most 2048)")
     demo.add_argument("--blocks", choices=list(stackings), help="default: checkpointed")
-    demo.add_argument("--recipe", metavar="NAME", help=f"default delayed; {', '.join(named)}, none")
+    demo.add_argument(
+        "--recipe", metavar="NAME", help=f"default delayed; {', '.join(named)}, none; with --choose NAME,..."
+    )
     demo.add_argument(
         "--exclude", action="append", default=[], metavar="PATTERN", help="layers to leave in bf16 besides the head"
     )
@@ -119,7 +135,7 @@ def add_parsers(commands: Any) -> None:
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     _check(parser, options)
-    return run_preflight(options)
+    return run_choose(options) if options.choose else run_preflight(options)
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -132,8 +148,16 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--compare without a value is for --demo; give the FILE.py:FUNCTION of the baseline")
     if options.demo is not None and options.mesh is not None:
         parser.error("--mesh is for your own steps; a demo divides its arrays over --devices N")
+    for name in _OF_REPORTS if options.choose else _OF_CHOICES:
+        if getattr(options, name) not in (None, False, {}):
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(
+                f"{flag} is for a single report; leave it out, or --choose"
+                if options.choose
+                else f"{flag} is for --choose"
+            )
     for name in _OF_DEMOS:
-        if options.demo is None and getattr(options, name):
+        if options.demo is None and getattr(options, name) and not (options.choose and name in _OF_BOTH):
             parser.error(f"--{name} is for --demo; {options.step} makes its own step: make the change there")
     for name in ("peak_memory_ratio", "speedup"):
         if name in options.require and options.compare is None:
@@ -149,13 +173,19 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         # Before the step is compiled, which may take minutes.
         if why := _why_not_written(pathlib.Path(file)):
             parser.error(f"--{name}={file!r} cannot be written: {why}")
+    if options.choose:
+        return
     options.tokens = options.tokens or 8192
     options.length = options.length or min(options.tokens, 2048)
     options.blocks, options.recipe = options.blocks or "checkpointed", options.recipe or "delayed"
 
 
-# Flags that change a demo, and no step of one's own.
+# Flags that change a demo, and no step of one's own, unless that takes them as keywords.
 _OF_DEMOS = ("layers", "tokens", "length", "blocks", "recipe", "exclude")
+_OF_BOTH = ("tokens", "recipe")
+# Flags that make no sense together.
+_OF_REPORTS = ("compare", "require", "json", "markdown", "svg", "both_settings", "all", "blocks")
+_OF_CHOICES = ("memory", "exact", "cache")
 
 
 def _why_not_written(path: pathlib.Path) -> str:
@@ -190,6 +220,14 @@ def _argument(words: str) -> Callable[[Callable[[str], Any]], Callable[[str], An
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
+        raise ValueError
+    return value
+
+
+@_argument("a positive number of gigabytes, such as 76")
+def _gigabytes(text: str) -> float:
+    value = 1e9 * float(text)
+    if not 0.0 < value < math.inf:
         raise ValueError
     return value
 
@@ -257,49 +295,10 @@ def run_preflight(options: argparse.Namespace) -> int:
     return 0
 
 
-def compile_only() -> None:
-    """Leaves accelerators alone: this process computes on the CPU, and compiles for other devices.
-
-    A step for another device does not need the local ones; its conversion would check them for FP8 units.
-    """
-    jax.config.update("jax_platforms", "cpu")
-    # XLA's GPU compiler warns that what runs its programs is not installed: it need not be.
-    logging.getLogger("jax_plugins.xla_cuda13").setLevel(logging.ERROR)
-
-
-def use_local_devices() -> None:
-    """Computes on the local devices; these include no NVIDIA GPU if only XLA's compiler for them is installed."""
-    if importlib.util.find_spec("jax_cuda13_plugin") is None and importlib.util.find_spec("jax_plugins") is not None:
-        if importlib.util.find_spec("jax_plugins.xla_cuda13") is not None:
-            compile_only()
-
-
-def check_device(name: str) -> None:
-    """Says early, and in one line, that a device is unknown.
-
-    Raises:
-        UsageError: Naming the nearest.
-    """
-    try:
-        as_compilable(name)
-    except ValueError as error:
-        raise UsageError(f"--{error}") from error
-
-
-def require_compiler(name: str) -> None:
-    """Says in one line that a device's compiler is missing.
-
-    Raises:
-        UsageError: Naming the remedy.
-    """
-    if (missing := as_compilable(name).missing()) is not None:
-        raise UsageError(missing)
-
-
 def demo_steps(options: argparse.Namespace) -> Steps:
     """The demo and, if requested, the same in bf16."""
     demo = demo_by_name(options.demo)
-    config = None if options.recipe == "none" else demo_config(demo, options)
+    config = None if options.recipe == "none" else demo_config(demo, options.recipe, options.exclude)
     baseline = None if options.compare in (None, IN_BFLOAT16) else load_step(options.compare)
     sizes = {name: getattr(options, name) for name in ("layers", "tokens", "length")}
     sizes["devices"] = options.devices or 1
@@ -322,20 +321,6 @@ def demo_steps(options: argparse.Namespace) -> Steps:
     return steps
 
 
-def has_fused_attention(device: Device) -> bool:
-    """Whether a device has cuDNN's attention, whose scores are not in memory."""
-    return device.is_cuda_from(8.0)
-
-
-def demo_config(demo: Demo, options: argparse.Namespace) -> Fp8Config:
-    """How the demo is converted: without its head, as the guide advises; a tied one is left out by itself."""
-    heads = [] if demo.config.tied_head else ["head"]
-    try:
-        return Fp8Config(recipe=options.recipe, exclude=[*options.exclude, *heads])
-    except ValueError as error:
-        raise UsageError(f"--{error}") from error
-
-
 def user_steps(options: argparse.Namespace) -> Steps:
     """The user's step and baseline."""
     make = load_step(options.step)
@@ -346,53 +331,20 @@ def user_steps(options: argparse.Namespace) -> Steps:
 
 def compile_with_progress(step: Step, baseline: Step | None, options: argparse.Namespace) -> PreflightReport:
     """The report; the standard error shows what is being compiled meanwhile."""
-    console = on_error()
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def say(what: str) -> None:
-            progress.update(task, description=what)
-            if not console.is_terminal:
-                console.print(what)
-
-        def compile_all() -> PreflightReport:
-            return inspect_step(
-                step.function,
-                *step.args,
-                device=options.device,
-                devices=options.devices,
-                mesh=options.mesh,
-                shardings=step.shardings,
-                compare=None if baseline is None else (baseline.function, baseline.args),
-                compiler_options=options.xla,
-                other_setting=options.both_settings,
-                progress=say,
-            )
-
-        return interruptible(compile_all)
-
-
-def interruptible[T](function: Callable[[], T]) -> T:
-    """Calls a function in a separate thread.
-
-    Python handles Ctrl-C between its own instructions: in the main thread it would wait for the compiler's end.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return with_progress(
+        lambda say: inspect_step(
+            step.function,
+            *step.args,
+            device=options.device,
+            devices=options.devices,
+            mesh=options.mesh,
+            shardings=step.shardings,
+            compare=None if baseline is None else (baseline.function, baseline.args),
+            compiler_options=options.xla,
+            other_setting=options.both_settings,
+            progress=say,
+        )
+    )
 
 
 def write(report: PreflightReport, options: argparse.Namespace) -> None:

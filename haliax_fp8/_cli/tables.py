@@ -19,7 +19,7 @@ from ..devices.device import Device, devices
 from ..preflight import compilable_devices
 from ..recipes.catalog import named
 from ..recipes.support import supported
-from .preflight import use_local_devices
+from .devices import use_local_devices
 from .screen import screen
 
 

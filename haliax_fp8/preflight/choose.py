@@ -129,7 +129,9 @@ class Choices(Printable):
             "Ranges: speeds that devices have reached, with communication from all hidden to all exposed. A choice is "
             "too close to call if, under one of these assumptions, it may be as fast as the first."
         )
-        return Group(table, Text(remark), Text(f"\n{self.code(self.fitting[0])}"))
+        # Lines to copy stay whole.
+        code = Text(f"\n{self.code(self.fitting[0])}", no_wrap=True, overflow="ignore")
+        return Group(table, Text(remark), code)
 
 
 def _cells(choice: Choice) -> Iterator[str]:

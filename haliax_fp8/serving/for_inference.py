@@ -73,8 +73,8 @@ def quantize_for_inference[M](
         unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same numbers and the
             same keys in state dicts. Stacks in ensembles stay.
         rules: The rules of the layer classes, as in `Fp8Config`.
-        quantized_layers: For each class of your own, a function that takes a layer of it and the `QuantizedKernel` that it
-            multiplies by, and returns an `AbstractQuantizedLayer`: `{Dense: QuantizedDense.of}`.
+        quantized_layers: For each class of your own, a function that takes a layer of it and the `QuantizedKernel` that
+            it multiplies by, and returns an `AbstractQuantizedLayer`: `{Dense: QuantizedDense.of}`.
         progress: Called as `progress(path, done, total)` with each layer, in bytes of FP8. By default there is a bar if
             the standard error is a terminal.
 

@@ -1,6 +1,5 @@
 """The command line: what it prints, what it exits with, and that it says in one line what is wrong."""
 
-import argparse
 import dataclasses
 import importlib
 import importlib.metadata
@@ -18,9 +17,8 @@ import jax
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8._cli.demo import demo_by_name, demo_step, demos
+from haliax_fp8._cli.demo import demo_by_name, demo_config, demo_step, demos
 from haliax_fp8._cli.main import main
-from haliax_fp8._cli.preflight import demo_config
 from haliax_fp8.layers.describe import reasons_of_layers
 from haliax_fp8.preflight import compilable_devices
 from haliax_fp8.preflight.compile import Traced, make_mesh
@@ -449,8 +447,7 @@ def test_a_demo_has_the_published_number_of_parameters(name):
 @pytest.mark.parametrize("name", demos)
 def test_a_demo_follows_the_guide(name):
     """Its head stays in bf16, and its step is a `TrainStep` whose options count."""
-    options = argparse.Namespace(recipe="delayed", exclude=["*.key"])
-    config = demo_config(demo_by_name(name), options)
+    config = demo_config(demo_by_name(name), "delayed", ["*.key"])
     step, args = demo_step(demo_by_name(name), layers=1, tokens=64, length=32, stacking="scan", config=config)
     reasons = reasons_of_layers(args[0])
     assert reasons.pop("head", "a tied head")[:16] in ("excluded by 'hea", "a tied head")
