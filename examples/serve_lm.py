@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "vLLM, on a GPU; FP8_DYNAMIC on a CPU too:\n"
         f"  vllm serve {folder} --max-model-len {options.seq_len}\n"
         f"Transformers:\n  pipeline('text-generation', '{folder}')\n"
-        f"What a folder holds:\n  haliax-fp8 checkpoint explain {folder}",
+        f"What a folder holds:\n  haliax-fp8 checkpoint check {folder} --headers",
         markup=False,
         highlight=False,
         soft_wrap=True,

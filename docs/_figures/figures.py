@@ -9,6 +9,7 @@ The files are kept in the repository, and building the site only copies them.
 import argparse
 import pathlib
 
+import format_figures
 import jax
 import kept_report
 import matplotlib.pyplot as plt
@@ -99,6 +100,7 @@ FIGURES = {
     "three-products": three_products,
     "state-flow": state_flow,
     **plot_figures.FIGURES,
+    **format_figures.FIGURES,
     **recipe_figures.FIGURES,
     **sharing_figures.FIGURES,
     **tutorial_figures.FIGURES,

@@ -17,7 +17,6 @@ from matplotlib.text import Text
 
 import haliax_fp8 as fp8
 from haliax_fp8 import DelayedScaling, plots
-from haliax_fp8.recipes import E2M1, E4M3, E5M2
 from haliax_fp8.statistics import StatisticsLog
 
 
@@ -125,8 +124,6 @@ def convergence() -> Figure:
 
 FIGURES = {
     "convergence": convergence,
-    "formats": lambda: plots.relative_errors((E4M3, E5M2)),
-    "format-values": lambda: plots.representable_values((E4M3, E5M2, E2M1)),
     "delayed-scaling": delayed_scaling,
     "loss-curves": loss_curves,
     "heatmaps": heatmaps,

@@ -1,4 +1,4 @@
-"""The commands `checkpoint check`, `explain` and `convert`: folders of quantized weights, without an accelerator."""
+"""The commands `checkpoint check`, `convert` and `merge`: folders of quantized weights, without an accelerator."""
 
 import argparse
 import dataclasses
@@ -10,12 +10,10 @@ from ..folders import (
     BrokenCheckpoint,
     CheckReport,
     Conversion,
-    Explanation,
     NotSupported,
     ScaleRounding,
     check_folder,
     convert_folder,
-    explain_folder,
 )
 from ..folders.layout import PLAIN, named
 from .help_text import Paragraphs
@@ -26,7 +24,7 @@ from .screen import fitted, on_error, screen
 _EPILOG = """\
 examples:
   %(prog)s check DIR
-  %(prog)s explain DIR
+  %(prog)s check DIR --headers
   %(prog)s convert DIR --to FP8_DYNAMIC --output NEW
   %(prog)s merge DIR ADAPTER --to FP8_DYNAMIC --output NEW
 
@@ -35,7 +33,7 @@ supported here: what does not depend on it was checked.
 """
 
 
-_STATUS = {"sound": 0, "readable": 0, "broken": 1, "not supported here": 3}
+_STATUS = {"sound": 0, "values not read": 0, "broken": 1, "not supported here": 3}
 
 
 def add_parsers(commands: Any) -> None:
@@ -44,7 +42,7 @@ def add_parsers(commands: Any) -> None:
     Args:
         commands: What `add_subparsers` gave.
     """
-    text = "check, explain or convert a folder of quantized weights, such as those that vLLM and Transformers load, or "
+    text = "check or convert a folder of quantized weights, such as those that vLLM and Transformers load, or "
     text += "merge an adapter into it"
     group = commands.add_parser(
         "checkpoint",
@@ -53,9 +51,11 @@ def add_parsers(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=Paragraphs,
     )
-    actions = group.add_subparsers(dest="action", required=True, metavar="check | explain | convert | merge")
+    actions = group.add_subparsers(dest="action", required=True, metavar="check | convert | merge")
     check = actions.add_parser("check", help="say what is wrong, by file and tensor")
-    explain = actions.add_parser("explain", help="say what it holds, in which formats and bytes")
+    check.add_argument(
+        "--headers", action="store_true", help="read no values: say what it holds, in which formats and bytes"
+    )
     convert = actions.add_parser("convert", help="write it in another layout")
     merge = actions.add_parser("merge", help="write it with an adapter, ours or PEFT's, merged into its weights")
     layouts = [*named, PLAIN]
@@ -81,9 +81,9 @@ def add_parsers(commands: Any) -> None:
         help=f"of plain weights: {', '.join(kinds)} (default: bfloat16)",
     )
     group.set_defaults(run=run_checkpoint)
-    for action in (check, explain, convert):
+    for action in (check, convert):
         action.add_argument("--json", action="store_true", help="print JSON")
-    for action in (check, explain, convert, merge):
+    for action in (check, convert, merge):
         action.add_argument("directory", type=pathlib.Path, metavar="DIR", help="config.json and safetensors")
         action.add_argument(
             "--follow-links", action="store_true", help="allow files that are links to elsewhere, as in a hub's cache"
@@ -92,7 +92,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def run_checkpoint(options: argparse.Namespace) -> int:
-    """Runs one of the four.
+    """Runs one of the three.
 
     Args:
         options: The parsed flags.
@@ -107,13 +107,9 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         raise UsageError(f"DIR={str(options.directory)!r} is not a folder; give the one that holds config.json")
     try:
         if options.action == "check":
-            report = check_folder(options.directory, follow_links=options.follow_links)
+            report = check_folder(options.directory, follow_links=options.follow_links, values=not options.headers)
             _show(report, options.json)
             return _STATUS[report.verdict]
-        if options.action == "explain":
-            found = explain_folder(options.directory, follow_links=options.follow_links)
-            _show(found, options.json)
-            return _STATUS[found.verdict]
         if options.action == "merge":
             return _merge(options)
         done = convert_folder(
@@ -149,25 +145,22 @@ def _merge(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(result: CheckReport | Explanation | Conversion, in_json: bool) -> None:
+def _show(result: CheckReport | Conversion, in_json: bool) -> None:
     if in_json:
         print(json.dumps(_as_json(result), indent=2))
     else:
         screen().print(result)
 
 
-def _as_json(result: CheckReport | Explanation | Conversion) -> dict[str, Any]:
+def _as_json(result: CheckReport | Conversion) -> dict[str, Any]:
     if isinstance(result, CheckReport):
         faults = [
             {"file": f.file, "tensor": f.tensor, "problem": f.problem, "remedy": f.remedy, "error": f.is_error}
             for f in result.faults
         ]
         found = {"layout": result.layout, "verdict": result.verdict, "sound": result.is_sound}
-        return found | {"converter": result.converter, "quantized": result.quantized, "faults": faults}
-    if isinstance(result, Explanation):
-        tensors = {kind: dataclasses.asdict(held) for kind, held in result.held.items()}
-        found = {"layout": result.layout, "verdict": result.verdict, "reason": result.reason, "tensors": tensors}
-        return found | {"unknown_types": result.unknown_types, "scale_types": result.scale_types}
+        found |= {"converter": result.converter, "quantized": result.quantized, "faults": faults}
+        return found | {"tensors": {kind: dataclasses.asdict(one) for kind, one in result.contents.items()}}
     found = {"before": result.before, "after": result.after, "exact": result.is_exact, "error": result.error}
     weights = {weight.name: {"exact": weight.is_exact, "error": weight.error} for weight in result.weights}
     return found | {"copied": result.copied, "skipped": result.skipped, "weights": weights}

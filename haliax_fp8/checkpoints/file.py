@@ -1,10 +1,8 @@
 """The file of a run: safetensors with checksums, because weights with a wrong byte look like weights."""
 
 import contextlib
-import math
 import os
 import pathlib
-import struct
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -13,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..folders.checksums import checksum, index_metadata, read_index, to_json
-from ..folders.header import NAMES, Stored, header_in
+from ..folders.checksums import checksum, read_index
+from ..folders.header import Stored, header_in
 from ..folders.strict_json import BrokenCheckpoint
 from ..folders.unfinished import take_name, unfinished
+from ..folders.writer import TensorSpec, write_tensors_of
 from ..layers.checks import check_not_modified, require_tree
 from .checkpoint import HostArrays
 from .names import Leaf, described, is_saved, leaves_of, require_one_each
@@ -73,8 +72,11 @@ def save(
         if not allow_nonfinite:
             _require_finite(leaf)
     require_one_each((leaf.name for leaf in saved), "tree")
+    index: dict[str, Any] = {"recipes": in_file(recipes_of(tree))}
+    if microbatches is not None:
+        index["microbatches"] = microbatches
     with _replaced(path) as file:
-        _write(file, saved, Run(recipes_of(tree), microbatches))
+        write_tensors_of(file, map(_spec, saved), ((leaf.name, leaf.value) for leaf in saved), index=index)
 
 
 def with_suffix(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -182,39 +184,9 @@ def _entry(stored: Stored, saved: Any) -> jax.ShapeDtypeStruct:
     raise BrokenCheckpoint(stored.file.name, f"its index has {saved!r:.60} for it; copy the file", stored.name)
 
 
-def _write(file: BinaryIO, leaves: list[Leaf], run: Run) -> None:
-    # The widest elements first: each begins at a multiple of its size, as readers that map the file need.
-    leaves = sorted(leaves, key=lambda leaf: -np.dtype(described(leaf.value).dtype).itemsize)
-    header: dict[str, Any] = {}
-    # Of each leaf its checksum, and its dtype where safetensors has none: then the tensor is bytes, on one more axis.
-    entries: dict[str, dict[str, str]] = {}
-    index: dict[str, Any] = {"leaves": entries, "recipes": in_file(run.recipes or {})}
-    if run.microbatches is not None:
-        index["microbatches"] = run.microbatches
-    offset = 0
-    for leaf in leaves:
-        entry = described(leaf.value)
-        dtype, shape, entries[leaf.name] = np.dtype(entry.dtype), entry.shape, {"crc32": "0" * 8}
-        size = math.prod(shape) * dtype.itemsize
-        if dtype not in NAMES:
-            entries[leaf.name]["dtype"], dtype, shape = dtype.name, np.dtype(np.uint8), (*shape, dtype.itemsize)
-        header[leaf.name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (offset, offset + size)}
-        offset += size
-
-    def whole_header() -> bytes:
-        described = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
-        content = to_json({"__metadata__": index_metadata(index, described), **header}).encode()
-        return content + b" " * (-len(content) % 8)
-
-    file.write(struct.pack("<Q", len(whole_header())) + whole_header())
-    for leaf in leaves:
-        words = np.ascontiguousarray(leaf.value).reshape(-1).view(np.uint8)
-        kind, shape = header[leaf.name]["dtype"], header[leaf.name]["shape"]
-        entries[leaf.name]["crc32"] = checksum(leaf.name, kind, shape, words.data)
-        file.write(words.data)
-    # Checksums are as long as the zeros that stood for them.
-    file.seek(8)
-    file.write(whole_header())
+def _spec(leaf: Leaf) -> TensorSpec:
+    entry = described(leaf.value)
+    return TensorSpec(leaf.name, np.dtype(entry.dtype), entry.shape)
 
 
 @contextlib.contextmanager

@@ -5,11 +5,12 @@ import itertools
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
+from .._numerics.checks import require_bool
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher
 from .adapter import AdapterFolder, is_adapter
@@ -17,11 +18,12 @@ from .beside import is_language_model
 from .checked import WRITE_AGAIN, Checked, Fault, is_quantized, layout_name
 from .codes import looked_through
 from .configuration import NotSupported
+from .contents import Tensors, contents_of, products_of, table_of
 from .folder import CONFIG, TensorFolder
 from .four_bits import E2M1
 from .sizes import size_faults
 from .strict_json import BrokenCheckpoint
-from .whole_folder import every_fault
+from .whole_folder import every_fault, faults_of_folder
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -36,6 +38,10 @@ class CheckReport(Printable):
         faults: What is wrong; errors first.
         converter: If the layout is not supported here, which tool converts it; otherwise empty.
         in_four_bits: How many of the quantized weights are in four bits.
+        contents: The tensors by kind, with their formats and bytes; empty if the folder, or that of an adapter, was not
+            read as a model's.
+        products: What is multiplied by what, in words; empty if the layout could not be read.
+        reads_values: Whether the values of tensors were read.
     """
 
     directory: pathlib.Path
@@ -45,6 +51,9 @@ class CheckReport(Printable):
     faults: tuple[Fault, ...]
     converter: str = ""
     in_four_bits: int = 0
+    contents: Mapping[str, Tensors] = dataclasses.field(default_factory=dict)
+    products: str = ""
+    reads_values: bool = True
 
     @property
     def errors(self) -> tuple[Fault, ...]:
@@ -53,8 +62,11 @@ class CheckReport(Printable):
 
     @property
     def verdict(self) -> str:
-        """`"sound"`, `"broken"`, or `"not supported here"`: then what does not depend on the layout was checked."""
-        return "broken" if self.errors else "not supported here" if self.converter else "sound"
+        """`"sound"`, `"broken"`, `"not supported here"`: then what does not depend on the layout was checked; or
+        `"values not read"`: then nothing is wrong with the configuration."""
+        if self.errors:
+            return "broken"
+        return "not supported here" if self.converter else "sound" if self.reads_values else "values not read"
 
     @property
     def is_sound(self) -> bool:
@@ -62,7 +74,15 @@ class CheckReport(Printable):
         return self.verdict == "sound"
 
     def __rich__(self) -> RenderableType:
-        """A row for each fault, or a line that there is none."""
+        """A row for each fault, or a line that there is none; without values, below what the folder holds."""
+        if self.reads_values or not self.contents:
+            return self._faults_in_words
+        name, is_read = self.directory.resolve().name, bool(self.products)
+        table = table_of(f"{name}: {self.layout or 'not readable'}", self.contents, self.products, is_read=is_read)
+        return Group(table, self._faults_in_words)
+
+    @property
+    def _faults_in_words(self) -> RenderableType:
         summary = f"{self.directory.resolve().name}: {self.layout or 'not readable'}"
         if self.layout:
             summary += f", {self.tensors} tensors"
@@ -83,7 +103,11 @@ class CheckReport(Printable):
 
 
 def check_folder(
-    directory: str | os.PathLike[str], *, follow_links: bool = False, progress: Watcher | None = None
+    directory: str | os.PathLike[str],
+    *,
+    follow_links: bool = False,
+    values: bool = True,
+    progress: Watcher | None = None,
 ) -> CheckReport:
     """Checks a checkpoint against its own configuration: names, shapes, dtypes and all values.
 
@@ -93,11 +117,14 @@ def check_folder(
     Args:
         directory: The folder: `config.json` beside `model.safetensors`, or beside the files of an index.
         follow_links: Whether files may be links that lead out of the folder, as in the cache of Hugging Face's hub.
+        values: Whether to read the values of tensors. Without them the report takes no time, and says what the folder
+            holds, and what is wrong with its configuration.
         progress: As in `export_model`.
 
     Returns:
         What is wrong, by file and tensor. A folder that cannot be read has one fault.
     """
+    require_bool("values", values, "check_folder")
     if not isinstance(directory, str | os.PathLike):
         raise ValueError(f"directory={directory!r} is not a path; use check_folder('a/folder')")
     path = pathlib.Path(directory)
@@ -109,19 +136,40 @@ def check_folder(
         return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, broken.problem, WRITE_AGAIN),))
     try:
         checked = Checked.of(folder)
-    except BrokenCheckpoint as broken:
-        problem, _, remedy = broken.problem.partition("; ")
-        return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, problem, remedy or WRITE_AGAIN),))
-    except NotSupported as other:
-        found = tuple(Fault(*found) for found in _without_layout(folder))
-        return CheckReport(path, other.layout, 0, len(folder.tensors), found, other.remedy)
-    found = itertools.chain(every_fault(checked, progress), _silent(folder))
-    faults = sorted(dict.fromkeys(found), key=lambda fault: not fault.is_error)
-    quantized = sum(map(is_quantized, checked.tensors.values()))
-    four = sum(stored.dtype == E2M1 for stored in checked.tensors.values())
-    name = layout_name(checked.layout)
-    count = sum(len(stored.parts) for stored in checked.tensors.values())
-    return CheckReport(path, name, quantized, count, tuple(faults), in_four_bits=four)
+    except (BrokenCheckpoint, NotSupported) as error:
+        if isinstance(error, BrokenCheckpoint):
+            name, converter, found = "", "", [_of_configuration(error)]
+        else:
+            name, converter = error.layout, error.remedy
+            found = [Fault(*found) for found in _without_layout(folder, values)]
+        return CheckReport(
+            path,
+            name,
+            0,
+            len(folder.tensors),
+            tuple(found),
+            converter,
+            contents=contents_of(folder, None, is_read=False),
+            reads_values=values,
+        )
+    found = every_fault(checked, progress) if values else faults_of_folder(checked)
+    faults = sorted(dict.fromkeys(itertools.chain(found, _silent(folder))), key=lambda fault: not fault.is_error)
+    return CheckReport(
+        path,
+        layout_name(checked.layout),
+        quantized=sum(map(is_quantized, checked.tensors.values())),
+        tensors=sum(len(stored.parts) for stored in checked.tensors.values()),
+        faults=tuple(faults),
+        in_four_bits=sum(stored.dtype == E2M1 for stored in checked.tensors.values()),
+        contents=contents_of(folder, checked.layout, is_read=True),
+        products=products_of(checked.layout),
+        reads_values=values,
+    )
+
+
+def _of_configuration(broken: BrokenCheckpoint) -> Fault:
+    problem, _, remedy = broken.problem.partition("; ")
+    return Fault(broken.file, broken.tensor, problem, remedy or WRITE_AGAIN)
 
 
 def _silent(folder: TensorFolder) -> Iterator[Fault]:
@@ -154,15 +202,14 @@ def _adapter_report(path: pathlib.Path) -> CheckReport:
     try:
         adapter = AdapterFolder.open(path)
     except BrokenCheckpoint as broken:
-        problem, _, remedy = broken.problem.partition("; ")
-        return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, problem, remedy or WRITE_AGAIN),))
+        return CheckReport(path, "", 0, 0, (_of_configuration(broken),))
     faults = tuple(Fault(*found) for found in adapter.faults())
     return CheckReport(path, adapter.name, 0, 2 * len(adapter.halves), faults)
 
 
-def _without_layout(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
+def _without_layout(folder: TensorFolder, values: bool) -> Iterator[tuple[str, str, str, str]]:
     """What is wrong with a folder whose layout is not read here: its numbers, and the shapes of plain tensors."""
-    for name, stored in folder.tensors.items():
+    for name, stored in folder.tensors.items() if values else ():
         if folder.has_changed(name):
             yield stored.file.name, name, "its bytes have changed since it was written", "copy the file again"
         elif stored.is_known and (count := looked_through(folder[name])[0]):

@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import pathlib
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +12,11 @@ import numpy as np
 
 from .._numerics.checks import require_bool
 from .._printing.progress import Watcher, progress_of
-from .checksums import FORMAT, checksum, index_metadata, read_index, text_checksum, to_json
-from .header import NAMES, Stored, read_header
+from .checksums import FORMAT, checksum, read_index, text_checksum
+from .header import Stored, read_header
 from .strict_json import BrokenCheckpoint, json_file
 from .unfinished import take_name, unfinished
+from .writer import TensorSpec, write_tensors_of
 
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -181,26 +180,6 @@ def file_inside(folder: pathlib.Path, name: str, remedy: str, follow_links: bool
 _LINKS = "allow that with follow_links=True (--follow-links), or copy the folder with cp -L"
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorSpec:
-    """A tensor before it exists.
-
-    Args:
-        name: Its name.
-        dtype: Its dtype.
-        shape: Its shape.
-    """
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Its size in a file."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 type Group = tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]
 """Tensors that are made together, and what makes them."""
 
@@ -278,35 +257,16 @@ def _numbered(i: int, n: int) -> str:
 def _write(
     path: pathlib.Path, groups: Sequence[Group], of_index: Mapping[str, str], advance: Callable[[str, int], None]
 ) -> None:
-    header: dict[str, Any] = {}
-    offset = 0
-    # The widest elements first: so each tensor begins at a multiple of its element, without which PyTorch fails.
-    for spec in sorted((spec for specs, _ in groups for spec in specs), key=lambda spec: -spec.dtype.itemsize):
-        entry = {"dtype": NAMES[spec.dtype], "shape": spec.shape, "data_offsets": (offset, offset + spec.bytes)}
-        header[spec.name] = entry
-        offset += spec.bytes
-    described = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
-    leaves = {name: {"crc32": "0" * 8} for name in header}
-
-    def text() -> bytes:
-        metadata = FORMAT | index_metadata({"leaves": leaves, **of_index}, described)
-        content = to_json({"__metadata__": metadata, **header}).encode()
-        return content + b" " * (-len(content) % 8)
-
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text())) + text())
-        begin = file.tell()
+    def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for specs, make in groups:
             for spec, array in zip(specs, make(), strict=True):
                 if (array.dtype, array.shape) != (spec.dtype, spec.shape):
                     raise ValueError(
                         f"{spec.name} is {array.dtype}{array.shape}, announced as {spec.dtype}{spec.shape}: report this"
                     )
-                words = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-                leaves[spec.name]["crc32"] = checksum(spec.name, *described[spec.name], words)
-                file.seek(begin + header[spec.name]["data_offsets"][0])
-                file.write(words)
+                yield spec.name, array
                 advance(spec.name, spec.bytes)
-        # As long as the text with zeros instead of checksums.
-        file.seek(8)
-        file.write(text())
+
+    with path.open("wb") as file:
+        specs = (spec for specs, _ in groups for spec in specs)
+        write_tensors_of(file, specs, arrays(), index=of_index, metadata=FORMAT)

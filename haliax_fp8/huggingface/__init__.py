@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's format: exported for engines, imported into models, checked, converted and explained."""
+"""Folders in Hugging Face's format: exported for engines, imported into models, checked and converted."""
 
 # By these names too, as before.
 from ..folders import (
@@ -6,14 +6,12 @@ from ..folders import (
     CheckReport,  # noqa: F401
     Conversion,  # noqa: F401
     Converted,  # noqa: F401
-    Explanation,  # noqa: F401
     Fault,  # noqa: F401
     Layout,  # noqa: F401
     NotSupported,  # noqa: F401
     ScaleRounding,  # noqa: F401
     check_folder,  # noqa: F401
     convert_folder,  # noqa: F401
-    explain_folder,  # noqa: F401
 )
 from . import names as names
 from .adapter import export_adapter as export_adapter, import_adapter as import_adapter

@@ -1,7 +1,7 @@
-"""Plots of training in FP8: losses, statistics, formats, scales and benchmarks. They need `haliax-fp8[plot]`.
+"""Plots of training in FP8: losses, statistics, operands and scales. They need `haliax-fp8[plot]`.
 
 Each function returns a `matplotlib.figure.Figure`, which notebooks show; `figure.savefig("name.svg")` writes it. Curves
-differ in dashes and markers, bars in hatches, and heat maps in lightness, so all of them can be read in grey.
+differ in dashes and markers, and heat maps in lightness, so all of them can be read in grey.
 
 Import the module by its name, `from haliax_fp8 import plots`: `import haliax_fp8` alone does not load matplotlib.
 """
@@ -15,9 +15,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from .bars import benchmark_bars as benchmark_bars
 from .following import delayed_scaling as delayed_scaling
-from .formats import relative_errors as relative_errors, representable_values as representable_values
 from .heatmaps import statistics_heatmaps as statistics_heatmaps
 from .histogram import operand_histogram as operand_histogram
 from .losses import loss_curves as loss_curves

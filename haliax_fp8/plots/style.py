@@ -16,30 +16,28 @@ RED = "#c0392b"
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What one of several curves or bars looks like.
+    """What one of several curves looks like.
 
     Args:
         color: Distinct also for the colour-blind, from Okabe and Ito.
         dashes: matplotlib's line style.
         marker: matplotlib's marker.
-        hatch: matplotlib's hatch, of bars.
     """
 
     color: str
     dashes: str | tuple[int, tuple[int, ...]]
     marker: str
-    hatch: str
 
 
 _LOOKS = (
-    Look("#1f6fb2", "-", "o", ""),
-    Look("#d9822b", "--", "s", "////"),
-    Look("#3a8f5c", "-.", "^", "...."),
-    Look("#c0392b", ":", "D", "xxxx"),
-    Look("#7b4fa3", (0, (6, 1, 1, 1, 1, 1)), "v", "\\\\\\\\"),
-    Look("#a0522d", (0, (3, 3)), "P", "++++"),
-    Look("#0f9aa8", (0, (9, 2)), "X", "oooo"),
-    Look("#6b7280", (0, (1, 3)), "*", "||||"),
+    Look("#1f6fb2", "-", "o"),
+    Look("#d9822b", "--", "s"),
+    Look("#3a8f5c", "-.", "^"),
+    Look("#c0392b", ":", "D"),
+    Look("#7b4fa3", (0, (6, 1, 1, 1, 1, 1)), "v"),
+    Look("#a0522d", (0, (3, 3)), "P"),
+    Look("#0f9aa8", (0, (9, 2)), "X"),
+    Look("#6b7280", (0, (1, 3)), "*"),
 )
 
 

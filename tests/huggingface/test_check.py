@@ -1,5 +1,6 @@
 """The check of a folder: every good one passes, and in every broken one the fault is named."""
 
+import functools
 import json
 import re
 
@@ -26,7 +27,6 @@ from folders import (
 from haliax_fp8.folders.check import check_folder
 from haliax_fp8.folders.configuration import NotSupported, layout_of
 from haliax_fp8.folders.convert import convert_folder
-from haliax_fp8.folders.explain import explain_folder
 from haliax_fp8.folders.folder import TensorFolder
 from haliax_fp8.folders.patterns import matcher
 from haliax_fp8.folders.strict_json import BrokenCheckpoint
@@ -37,6 +37,8 @@ LAYER = "model.layers.1.self_attn.k_proj"
 WEIGHT, SCALE, INPUT = f"{LAYER}.weight", f"{LAYER}.weight_scale", f"{LAYER}.input_scale"
 SQUARE = "model.layers.0.self_attn.o_proj"
 CONFIG = "config.json"
+
+headers = functools.partial(check_folder, values=False)
 
 
 @pytest.mark.smoke
@@ -182,7 +184,7 @@ def test_exponents_in_floats(tmp_path):
     report = check_folder(write(tmp_path / "float", tensors, config))
     assert report.is_sound and report.layout == "HF_FP8", report
     assert convert_folder(tmp_path / "float", tmp_path / "new", "FP8_BLOCK").is_exact
-    shown = lambda: " ".join(str(explain_folder(tmp_path / "float")).split())
+    shown = lambda: " ".join(str(headers(tmp_path / "float")).split())
     assert "powers of two in float32" in shown() and "E8M0" not in shown()
     for name in [name for name in tensors if name.endswith("scale_inv")]:
         tensors[name] = (np.log2(tensors[name]) + 127).astype(np.uint8)
@@ -561,9 +563,8 @@ def test_four_bits_are_sound(tmp_path):
         assert report.quantized == len(meant) and report.tensors == len(tensors)
         assert report.in_four_bits == len(meant) - (kind == "DeepSeek-V4")
         assert kind in report.layout or (kind, report.layout) == ("DeepSeek-V4", "HF_FP8 and fp8, MXFP4")
-        assert "weights in four bits" in " ".join(str(report).split()) and "E2M1" in str(explain_folder(folder))
-        held = explain_folder(folder).held
-        assert sum(h.bytes for h in held.values()) == sum(x.nbytes for x in tensors.values())
+        assert "weights in four bits" in " ".join(str(report).split()) and "E2M1" in str(headers(folder))
+        assert sum(kind.bytes for kind in report.contents.values()) == sum(x.nbytes for x in tensors.values())
         read = tensors_in(TensorFolder.open(folder))
         for name, values in meant.items():
             for index in np.ndindex(values.shape[:-2]):
@@ -697,7 +698,7 @@ def test_layouts_that_are_not_supported(tmp_path, name):
     report = check_folder(folder)
     assert report.verdict == "not supported here" and not report.is_sound and not report.faults, report
     assert report.layout.startswith(name) and report.converter and report.converter in " ".join(str(report).split())
-    shown = " ".join(str(explain_folder(folder)).split())
+    shown = " ".join(str(headers(folder)).split())
     assert report.layout in shown and report.converter in shown and "in integers 14" in shown
     with pytest.raises(NotSupported, match=re.escape(report.converter)):
         convert_folder(folder, tmp_path / "new", "BF16")
@@ -718,6 +719,19 @@ def test_what_does_not_depend_on_the_layout_is_checked(tmp_path, tensor, change)
     change(tensors, config)
     report = check_folder(write(tmp_path / "x", tensors, config))
     assert report.verdict == "broken" and report.layout == "awq" and [f.tensor for f in report.errors] == [tensor]
+
+
+def test_headers_alone_tell_what_is_wrong_with_the_configuration(tmp_path):
+    tensors, config = checkpoint("FP8_DYNAMIC")
+    tensors["model.norm.weight"][0] = np.nan
+    folder = write(tmp_path / "x", tensors, config)
+    assert check_folder(folder).verdict == "broken"
+    report = headers(folder)
+    assert (report.verdict, report.is_sound, report.faults) == ("values not read", False, ())
+    assert report.contents == check_folder(folder).contents and "E4M3 by E4M3" in str(report)
+    (folder / CONFIG).write_text(json.dumps(config | {"num_hidden_layers": LAYERS + 1}))
+    report = headers(folder)
+    assert report.verdict == "broken" and [fault.tensor for fault in report.errors] == ["num_hidden_layers"]
 
 
 def test_files_that_cannot_be_read_are_faults(tmp_path):

@@ -1,5 +1,6 @@
 """Conversion between layouts, and the command line."""
 
+import functools
 import json
 import tracemalloc
 
@@ -26,10 +27,12 @@ from haliax_fp8._cli.main import main
 from haliax_fp8.checkpoints import BrokenCheckpoint
 from haliax_fp8.folders.folder import TensorFolder
 from haliax_fp8.folders.layout import named
-from haliax_fp8.huggingface import check_folder, convert_folder, explain_folder
+from haliax_fp8.huggingface import check_folder, convert_folder
 
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+
+headers = functools.partial(check_folder, values=False)
 
 
 def values(folder, weight):
@@ -125,7 +128,7 @@ SAME = {
 
 
 def test_layouts_that_are_only_read(tmp_path):
-    """Checked, explained and converted: to plain weights that are `data * scale`."""
+    """Checked and converted: to plain weights that are `data * scale`."""
     for layout in LAYOUTS:
         write(tmp_path / layout, *checkpoint(layout))
     for family, made in FAMILIES.items():
@@ -133,7 +136,7 @@ def test_layouts_that_are_only_read(tmp_path):
         folder, name = write(tmp_path / "x", tensors, config), f"{family} weights" if family in SAME else family
         report = check_folder(folder)
         assert report.is_sound and report.layout == name and report.quantized, report
-        assert explain_folder(folder).held["weights in FP8"].count == report.quantized
+        assert report.contents["weights in FP8"].count == report.quantized
         if family == "FP8_DYNAMIC":
             continue
         assert convert_folder(folder, tmp_path / f"{family}-bf16", "BF16", dtype="float32").is_exact
@@ -373,11 +376,11 @@ def test_a_configuration_beside_may_not_be_a_link_out_of_the_folder(tmp_path):
     assert check_folder(folder, follow_links=True).is_sound
 
 
-def test_explanations(tmp_path):
+def test_contents(tmp_path):
     for layout in LAYOUTS:
         tensors, config = checkpoint(layout)
-        found = explain_folder(write(tmp_path / layout, tensors, config))
-        in_fp8, in_four, scales, others, integers, unknown = found.held.values()
+        found = headers(write(tmp_path / layout, tensors, config))
+        in_fp8, in_four, scales, others, integers, unknown = found.contents.values()
         assert found.layout == layout and in_fp8.count == len(weights())
         assert in_fp8.bytes == sum(tensors[name].size for name in weights()) and unknown.count == integers.count == 0
         assert scales.bytes == sum(array.nbytes for name, array in tensors.items() if name.endswith(("scale", "inv")))
@@ -386,27 +389,27 @@ def test_explanations(tmp_path):
         # Each tensor is in one row: the embedding, the norms and a bias too, and scales of inputs and caches.
         tensors |= {"model.layers.0.self_attn.q_proj.bias": np.zeros(4, BF16)}
         tensors |= {f"model.layers.0.self_attn.{name}_scale": np.ones(1, np.float32) for name in "kv"}
-        found = explain_folder(write(tmp_path / "more", tensors, config))
+        found = headers(write(tmp_path / "more", tensors, config))
         scales = sum("scale" in name for name in tensors)
-        assert [kind.count for kind in found.held.values()][2:4] == [scales, len(tensors) - scales - len(weights())]
+        assert [kind.count for kind in found.contents.values()][2:4] == [scales, len(tensors) - scales - len(weights())]
         (row,) = (line.split() for line in str(found).splitlines() if line.split()[:1] == ["all"])
         assert row[:3] == ["all", str(len(tensors)), f"{sum(array.nbytes for array in tensors.values()):,}"]
     assert BLOCKS and LINEAR
     convert_folder(tmp_path / "FP8_DYNAMIC", tmp_path / "plain", "BF16")
-    plain = explain_folder(tmp_path / "plain")
-    assert plain.held["weights in FP8"].count == 0 and "not quantized" in str(plain)
+    plain = headers(tmp_path / "plain")
+    assert plain.contents["weights in FP8"].count == 0 and "not quantized" in str(plain)
 
 
-def test_an_explanation_shows_types_that_are_unknown(tmp_path):
+def test_types_that_are_unknown_are_shown(tmp_path):
     tensors, config = checkpoint("FP8")
     tensors |= {"packed": np.zeros(8, np.uint8), "more": np.zeros(6, np.uint8)}
     header, path = header_of(tensors), write(tmp_path / "x", tensors, config)
-    before = explain_folder(path)
+    before = headers(path)
     header["packed"] |= {"dtype": "F4", "shape": [16]}
     header["more"] |= {"dtype": "F6_E2M3", "shape": [8]}
     (path / "model.safetensors").write_bytes(file_of(tensors, header))
-    found = explain_folder(path)
-    others, others_before = (x.held["in integers"] for x in (found, before))
+    found = headers(path)
+    others, others_before = (x.contents["in integers"] for x in (found, before))
     assert (others.count, others.bytes) == (others_before.count - 2, others_before.bytes - 14)
     (row,) = (line.split() for line in str(found).splitlines() if "unknown" in line)
     assert row == ["of", "unknown", "types", "2", "14", "F4,", "F6_E2M3"]
@@ -444,18 +447,19 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     other = write(tmp_path / "gptq", *packed(config))
     assert run("check", other) == 3 and "not supported here: load it with GPTQModel" in capsys.readouterr().out
     assert run("check", "--json", other) == 3 and json.loads(capsys.readouterr().out)["layout"] == "gptq"
-    assert run("explain", other) == 3 and "gptq" in capsys.readouterr().out
+    assert run("check", "--headers", other) == 3 and "gptq" in capsys.readouterr().out
     assert run("convert", other, "--to", "BF16", "--output", tmp_path / "never") == 3
     assert "GPTQModel" in capsys.readouterr().err and not (tmp_path / "never").exists()
     config["quantization_config"] = {"quant_method": "gtpq"}
-    assert run("explain", write(tmp_path / "unknown", tensors, config)) == 1
+    assert run("check", "--headers", write(tmp_path / "unknown", tensors, config)) == 1
     assert "quant_method='gtpq' is unknown" in " ".join(capsys.readouterr().out.split())
-    assert run("explain", good) == 0
+    assert run("check", "--headers", good) == 0
     out = capsys.readouterr().out
-    assert "FP8_DYNAMIC" in out and max(map(len, out.splitlines())) <= 80
-    assert run("explain", "--json", good) == 0
+    assert "FP8_DYNAMIC" in out and "values not read" in out and max(map(len, out.splitlines())) <= 80
+    assert run("check", "--headers", "--json", good) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["layout"] == "FP8_DYNAMIC" and found["tensors"]["weights in FP8"]["count"] == len(weights())
+    assert (found["layout"], found["verdict"], found["sound"]) == ("FP8_DYNAMIC", "values not read", False)
+    assert found["tensors"]["weights in FP8"]["count"] == len(weights())
     assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "new") == 0
     assert "the same values" in capsys.readouterr().out
     assert run("convert", good, "--to", "FP8_BLOCK", "--output", tmp_path / "blocks", "--json") == 0
@@ -471,8 +475,8 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "link") == 2
     assert f"--output={str(tmp_path / 'link')!r} is a link; give the folder" in capsys.readouterr().err
     monkeypatch.chdir(good)
-    for action in ("check", "explain"):
-        assert run(action, ".") == 0 and "good: FP8_DYNAMIC" in capsys.readouterr().out
+    for options in ((), ("--headers",)):
+        assert run("check", *options, ".") == 0 and "good: FP8_DYNAMIC" in capsys.readouterr().out
     assert run("convert", broken, "--to", "W8A16", "--output", tmp_path / "other") == 1
     assert weights()[0] in capsys.readouterr().err
     assert run("check", tmp_path / "nothing") == 2

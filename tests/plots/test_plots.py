@@ -2,7 +2,6 @@
 
 import importlib.util
 import inspect
-import json
 import pathlib
 import subprocess
 import sys
@@ -178,31 +177,6 @@ def test_histogram_of_bfloat16_with_its_own_scale():
     assert "0.0156" in axes.get_xlabel()  # 7 / 448
 
 
-def test_relative_errors_are_those_of_every_float():
-    """Against ml_dtypes' cast of many more values, and the formats' own bound."""
-    for format in (E4M3, E5M2, E4M3FNUZ):
-        curve = plots.relative_errors([format]).axes[0].get_lines()[0]
-        edges, errors = np.asarray(curve.get_xdata()), np.asarray(curve.get_ydata())
-        for left, right, error in zip(edges, edges[1:], errors, strict=False):
-            x = np.linspace(left, min(right, format.max), 4001)
-            exact = np.abs(x.astype(format.dtype).astype(np.float64) - x) / x
-            np.testing.assert_allclose(error, 100 * exact.max(), rtol=0.02)
-        normal = errors[:-1][edges[:-1] >= format.smallest_normal]
-        # `2**-(M + 1) / (1 + 2**-(M + 1))` is that of a value half way above a power of two.
-        half = 2.0 ** -(format.mantissa_bits + 1)
-        np.testing.assert_allclose(normal, 100 * half / (1 + half), rtol=0.02)
-
-
-def test_representable_values_are_all():
-    figure = plots.representable_values([E2M1, E4M3], -2.0, 2.0)
-    e2m1, e4m3 = (sorted(segment[0, 0] for segment in marks.get_segments()) for marks in figure.axes[0].collections)
-    assert e2m1 == [-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0]
-    patterns = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float)
-    assert e4m3 == sorted(set(patterns[np.abs(patterns) <= 2.0]))
-    with pytest.raises(ValueError, match="low=2"):
-        plots.representable_values([E4M3], 2.0, 1.0)
-
-
 def test_what_fits_under_delayed_scaling():
     amaxes = np.abs(RNG.standard_normal(20)) + 0.1
     scalings = {"max of 4": DelayedScaling(4, margin=1), "last": DelayedScaling(4, amax_compute=MostRecent())}
@@ -217,24 +191,36 @@ def test_what_fits_under_delayed_scaling():
         plots.delayed_scaling([1.0], scalings)
 
 
-# --- Benchmarks -------------------------------------------------------------------------------------------------------
+# --- Of the documentation alone ---------------------------------------------------------------------------------------
 
 
-def test_bars_of_a_benchmarks_file(tmp_path):
-    rows = [{"library": "bf16", "ms": 8.0, "gb": 40.0}, {"library": "FP8", "ms": 5.0, "gb": 30.0}, {"library": "other"}]
-    (tmp_path / "rows.json").write_text(json.dumps({"environment": {}, "rows": rows}))
-    values = {"ms": "time, ms", "gb": "memory, GB"}
-    speed, memory = plots.benchmark_bars(tmp_path / "rows.json", values, label="library", baseline="bf16").axes
-    assert [bar.get_width() for bar in speed.patches] == [8.0, 5.0]
-    assert [bar.get_width() for bar in memory.patches] == [40.0, 30.0]
-    assert [text.get_text() for text in speed.texts] == [" 8", " 5 (0.62×)", " none"]
-    assert [text.get_text() for text in speed.get_yticklabels()] == ["bf16", "FP8", "other"]
-    assert speed.patches[0].get_hatch() != speed.patches[1].get_hatch()
-    for wrong in ({"label": "name"}, {"label": "library", "baseline": "fp16"}):
-        with pytest.raises(ValueError, match="name|fp16"):
-            plots.benchmark_bars(rows, values, **wrong)
-    with pytest.raises(ValueError, match="'joules', but no row of results has such a number"):
-        plots.benchmark_bars(rows, {"joules": "energy"}, label="library")
+@pytest.fixture
+def format_figures(monkeypatch):
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "docs" / "_figures")
+    return importlib.import_module("format_figures")
+
+
+def test_relative_errors_are_those_of_every_float(format_figures):
+    """Against ml_dtypes' cast of many more values, and the formats' own bound."""
+    for format in (E4M3, E5M2, E4M3FNUZ):
+        curve = format_figures.relative_errors([format]).axes[0].get_lines()[0]
+        edges, errors = np.asarray(curve.get_xdata()), np.asarray(curve.get_ydata())
+        for left, right, error in zip(edges, edges[1:], errors, strict=False):
+            x = np.linspace(left, min(right, format.max), 4001)
+            exact = np.abs(x.astype(format.dtype).astype(np.float64) - x) / x
+            np.testing.assert_allclose(error, 100 * exact.max(), rtol=0.02)
+        normal = errors[:-1][edges[:-1] >= format.smallest_normal]
+        # `2**-(M + 1) / (1 + 2**-(M + 1))` is that of a value half way above a power of two.
+        half = 2.0 ** -(format.mantissa_bits + 1)
+        np.testing.assert_allclose(normal, 100 * half / (1 + half), rtol=0.02)
+
+
+def test_representable_values_are_all(format_figures):
+    figure = format_figures.representable_values([E2M1, E4M3], -2.0, 2.0)
+    e2m1, e4m3 = (sorted(segment[0, 0] for segment in marks.get_segments()) for marks in figure.axes[0].collections)
+    assert e2m1 == [-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0]
+    patterns = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float)
+    assert e4m3 == sorted(set(patterns[np.abs(patterns) <= 2.0]))
 
 
 # --- Without matplotlib -----------------------------------------------------------------------------------------------

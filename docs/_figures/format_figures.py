@@ -1,4 +1,4 @@
-"""relative_errors, representable_values: what a format can say, before any scale."""
+"""Draws what a format can say, before any scale."""
 
 import math
 from collections.abc import Sequence
@@ -7,31 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..recipes import E4M3, E5M2, Format, saturating_cast
-from .style import look, panels
+from haliax_fp8.plots.style import look, panels
+from haliax_fp8.recipes import E2M1, E4M3, E5M2, Format, saturating_cast
 
 
-def relative_errors(formats: Sequence[Format] = (E4M3, E5M2)) -> Figure:
-    """The largest relative error of rounding, binade by binade, and of clipping beyond the maximum.
-
-    Args:
-        formats: What to draw, one curve each.
-
-    Returns:
-        A figure with one panel: magnitudes in units of the scale, errors in percent.
-
-    Raises:
-        ValueError: If formats is empty.
-
-    References:
-        arXiv:2209.05433, table 1.
-
-    Example:
-        >>> line = relative_errors([E4M3]).axes[0].get_lines()[0]
-        >>> round(float(line.get_ydata()[-2]), 1)  # of normal values, in percent: that of 1 + 1/16
-        5.9
-    """
-    _require(formats)
+def relative_errors(formats: Sequence[Format]) -> Figure:
+    """The largest relative error of rounding, binade by binade, and of clipping beyond the maximum, in percent."""
     figure, (axes,) = panels(1, 3.3)
     low = min(format.smallest_subnormal for format in formats) / 8.0
     high = 16.0 * max(format.max for format in formats)
@@ -40,7 +21,10 @@ def relative_errors(formats: Sequence[Format] = (E4M3, E5M2)) -> Figure:
         for exponent in range(round(math.log2(low)), math.ceil(math.log2(format.max))):
             edges.append(2.0**exponent)
             worst.append(
-                _errors(np.linspace(2.0**exponent, min(2.0 ** (exponent + 1), format.max), 1025), format).max()
+                _errors(
+                    np.linspace(2.0**exponent, min(2.0 ** (exponent + 1), format.max), 1025),
+                    format,
+                ).max()
             )
         axes.step(
             [*edges, format.max],
@@ -54,10 +38,22 @@ def relative_errors(formats: Sequence[Format] = (E4M3, E5M2)) -> Figure:
         beyond = np.geomspace(format.max, min(4.0 * format.max, high), 50)
         errors = 100.0 * np.maximum(_errors(beyond, format), worst[-1])
         axes.plot(beyond, errors, color=style.color, ls=style.dashes, lw=2)
-        for value, offset, name in ((format.smallest_normal, 1.6, "smallest normal"), (format.max, 1 / 1.6, "max")):
+        for value, offset, name in (
+            (format.smallest_normal, 1.6, "smallest normal"),
+            (format.max, 1 / 1.6, "max"),
+        ):
             axes.axvline(value, color=style.color, lw=0.9, ls=":")
             text = f"{name} {format.max:g}" if name == "max" else name
-            axes.text(value * offset, 41, text, color=style.color, fontsize=8, rotation=90, va="center", ha="center")
+            axes.text(
+                value * offset,
+                41,
+                text,
+                color=style.color,
+                fontsize=8,
+                rotation=90,
+                va="center",
+                ha="center",
+            )
     axes.set_xscale("log", base=2)
     axes.set(xlim=(low, high), ylim=(0, 55))
     axes.set(xlabel="magnitude, in units of the scale", ylabel="largest relative error, %")
@@ -65,34 +61,18 @@ def relative_errors(formats: Sequence[Format] = (E4M3, E5M2)) -> Figure:
     return figure
 
 
-def representable_values(formats: Sequence[Format] = (E4M3, E5M2), low: float = 0.0, high: float = 2.0) -> Figure:
-    """Every value of a format between two numbers, as marks.
-
-    Args:
-        formats: What to draw, one row each, the first on top.
-        low: The smallest value.
-        high: The largest value.
-
-    Returns:
-        A figure with one panel; beside each row, how many values lie in the upper half, from the middle on.
-
-    Raises:
-        ValueError: If formats is empty, or `low` is not below `high`.
-
-    Example:
-        >>> figure = representable_values([E4M3, E5M2], 1.0, 2.0)
-        >>> [len(marks.get_segments()) for marks in figure.axes[0].collections]
-        [9, 5]
-    """
-    _require(formats)
-    if not low < high:
-        raise ValueError(f"low={low} is not below high={high}")
+def representable_values(
+    formats: Sequence[Format], low: float = 0.0, high: float = 2.0
+) -> Figure:
+    """Every value of each format between two numbers, and how many lie in the upper half, from the middle on."""
     figure, (axes,) = panels(1, 0.8 + 0.4 * len(formats))
     middle = 0.5 * (low + high)
     for i, format in enumerate(formats):
         y, style = len(formats) - 1 - i, look(i)
         # Every pattern of the type, as NumPy reads it.
-        patterns = np.arange(2 ** jnp.finfo(format.dtype).bits, dtype=np.uint8).view(format.dtype)
+        patterns = np.arange(2 ** jnp.finfo(format.dtype).bits, dtype=np.uint8).view(
+            format.dtype
+        )
         values = np.unique(patterns.astype(np.float64))
         values = values[(values >= low) & (values <= high)]
         axes.vlines(values, y - 0.32, y + 0.32, color=style.color, lw=1.3)
@@ -106,7 +86,10 @@ def representable_values(formats: Sequence[Format] = (E4M3, E5M2), low: float = 
             color=style.color,
         )
     axes.set_yticks(range(len(formats)), [repr(format) for format in reversed(formats)])
-    axes.set(xlim=(low - 0.015 * (high - low), high + 0.16 * (high - low)), ylim=(-0.6, len(formats) - 0.4))
+    axes.set(
+        xlim=(low - 0.015 * (high - low), high + 0.16 * (high - low)),
+        ylim=(-0.6, len(formats) - 0.4),
+    )
     axes.set_xticks(np.linspace(low, high, 9))
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -114,11 +97,15 @@ def representable_values(formats: Sequence[Format] = (E4M3, E5M2), low: float = 
     return figure
 
 
-def _require(formats: Sequence[Format]) -> None:
-    if not formats:
-        raise ValueError("formats is empty; name at least one, such as E4M3")
-
-
 def _errors(magnitudes: np.ndarray, format: Format) -> np.ndarray:
-    rounded = np.asarray(saturating_cast(jnp.asarray(magnitudes, jnp.float32), format).astype(jnp.float32))
+    """How far each is from what it is rounded to, as a share of it."""
+    rounded = np.asarray(
+        saturating_cast(jnp.asarray(magnitudes, jnp.float32), format).astype(jnp.float32)
+    )
     return np.abs(rounded - magnitudes) / magnitudes
+
+
+FIGURES = {
+    "formats": lambda: relative_errors((E4M3, E5M2)),
+    "format-values": lambda: representable_values((E4M3, E5M2, E2M1)),
+}
