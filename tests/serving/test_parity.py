@@ -21,7 +21,7 @@ from haliax_fp8 import (
 from haliax_fp8._cli.demo import next_token_loss
 from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.recipes import BlockScaling, MXFP8Scaling, RowwiseScaling
-from haliax_fp8.serving import quantize_for_inference, serving_mismatch
+from haliax_fp8.serving import QuantizedKernel, quantize_for_inference, serving_mismatch
 
 
 Batch, Position, Embed, Heads, Size, Layers = hax.make_axes(
@@ -142,8 +142,9 @@ def is_state(node):
 
 def with_data_of(other, served):
     """`served`, with kernels that were quantized from other weights."""
-    is_kernel = lambda node: hasattr(node, "order")
-    both = lambda a, b: dataclasses.replace(b, data=a.data) if is_kernel(b) else b
+    is_kernel = lambda node: isinstance(node, QuantizedKernel)
+    stored = lambda a, b: dataclasses.replace(b.stored, data=a.stored.data)
+    both = lambda a, b: dataclasses.replace(b, stored=stored(a, b)) if is_kernel(b) else b
     return jax.tree.map(both, other, served, is_leaf=is_kernel)
 
 
