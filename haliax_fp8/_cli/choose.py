@@ -20,7 +20,6 @@ from .demo import demo_by_name, demo_config, demo_step
 from .devices import check_device, compile_only, has_fused_attention, require_compiler
 from .load import UsageError, load_function
 from .progress import with_progress
-from .screen import screen
 
 
 CACHE = "~/.cache/haliax_fp8/preflight"
@@ -71,7 +70,7 @@ def run_choose(options: argparse.Namespace) -> int:
         # The module of a file that was loaded from its path has a name of our own.
         name, lines = pathlib.Path((options.step or "").rpartition(":")[0]).stem, found.code
         of_user = lambda choice: lines(choice).replace(f"from {make.__module__} ", f"from {name} ", 1)
-        screen().print(dataclasses.replace(found, code=command or of_user))
+        print(dataclasses.replace(found, code=command or of_user))
     finally:
         sys.path[:] = path
     return 0 if found.fitting else 1
