@@ -41,7 +41,7 @@ from .operands import (
     scales_of,
 )
 from .partition import kept_if_sent
-from .quantized_kernel import KernelOperand, QuantizedKernel
+from .quantized_kernel import KernelOperand, QuantizedKernel, values_of
 from .spec import KernelResidual, ProductSpec
 
 
@@ -60,8 +60,8 @@ class Residuals(NamedTuple):
         record: The scales, and below them what was measured of input and kernel, see `pack`; None for a stateless
             recipe.
         key: What random rounding draws from.
-        sent_kernel: Beside a kernel that is quantized again: what fprop quantized, for programs whose devices would
-            send each other the kernel twice; else None.
+        sent_kernel: Beside a kernel that is quantized again, or was quantized for both products before: what fprop
+            multiplied by, for programs whose devices would send each other the kernel twice; else None.
     """
 
     input: Array | QuantizedArray
@@ -86,11 +86,12 @@ class Residuals(NamedTuple):
         residual = self.input if operand == "input" else self.kernel
         product = spec.recipe.quantized_for[operand, USES[operand][1]]
         if isinstance(residual, QuantizedArray | KernelOperand) or operand not in spec.residuals_in_high_precision:
-            return from_residual(residual, operand, product, scales, spec)
-        if operand == "kernel":
-            residual = not_kept_from_forward(residual)
-        x = round_to(residual, spec.compute_dtype)
-        quantized = quantize_operand(x, operand, product, scales, self.key, extras, spec)
+            quantized = from_residual(residual, operand, product, scales, spec)
+        else:
+            if operand == "kernel":
+                residual = not_kept_from_forward(residual)
+            x = round_to(residual, spec.compute_dtype)
+            quantized = quantize_operand(x, operand, product, scales, self.key, extras, spec)
         if operand == "kernel" and self.sent_kernel is not None:
             quantized = dataclasses.replace(quantized, data=kept_if_sent(self.sent_kernel, quantized.data))
         return quantized
@@ -125,8 +126,11 @@ def forward(
         rematerialized: Whether this is recomputed right before the backward pass.
     """
     sent_kernel = None
-    if spec.keeps_kernel_if_sent and quantized_kernel is None and not manual_axes():
-        sent_kernel = _kernel_to_send(kernel, record, key, spec=spec)
+    if spec.keeps_kernel_if_sent and not manual_axes():
+        if quantized_kernel is None:
+            sent_kernel = _kernel_to_send(kernel, record, key, spec=spec)
+        elif quantized_kernel.fprop is not None:
+            sent_kernel = residual_array(values_of(quantized_kernel.fprop))
     out, quantized, packed = _fprop(
         input, kernel, extras, record, key, quantized_kernel, sent_kernel, spec=spec, differentiated=True
     )
@@ -194,10 +198,12 @@ def _fprop(
     with _scope(FPROP, spec):
         quantized = {
             operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec, quantized_kernel)
-            if operand == "input" or sent_kernel is None
+            if operand == "input" or sent_kernel is None or quantized_kernel is not None
             else from_residual(sent_kernel, operand, "fprop", scales, spec)
             for operand, x in operands.items()
         }
+        if sent_kernel is not None and quantized_kernel is not None:
+            quantized["kernel"] = dataclasses.replace(quantized["kernel"], data=sent_kernel)
         if differentiated and quantized_kernel is None and spec.keeps_kernel_copy:
             whole = quantized["kernel"]
             quantized["kernel"] = dataclasses.replace(whole, data=gathered_once(whole.data))
