@@ -20,6 +20,7 @@ from .._jax.xla import (
     not_kept_from_forward,
     operand_per_sharer,
     precision_per_sharer,
+    read_by_activation,
     transposed_from_fp8,
     transposed_separately,
     transposed_separately_on_one,
@@ -214,6 +215,8 @@ def _fprop(
         unshared_scale = quantized["kernel"].scale if scale is None else scale
         pair = _input_per_sharer(quantized["input"], unshared_scale, spec), quantized["kernel"]
         out = round_to(spec.batched.product("fprop", pair, extras, spec.precision, dtype, scale), spec.out_dtype)
+        if differentiated and not extras:
+            out = read_by_activation(out, input)
     if not differentiated:
         return out, (None, None), None
     if record is not None and numbers_of(spec.recipe.scalings):
