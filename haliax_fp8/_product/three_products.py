@@ -92,7 +92,8 @@ class Residuals(NamedTuple):
             if operand == "kernel":
                 residual = not_kept_from_forward(residual)
             x = round_to(residual, spec.compute_dtype)
-            quantized = quantize_operand(x, operand, product, scales, self.key, extras, spec)
+            members = spec.batched.members(operand, x.shape, extras, spec.ensemble)
+            quantized = quantize_operand(x, operand, product, scales, self.key, members, spec)
         if operand == "kernel" and self.sent_kernel is not None:
             quantized = dataclasses.replace(quantized, data=kept_if_sent(self.sent_kernel, quantized.data))
         return quantized
@@ -172,7 +173,9 @@ def _kernel_to_send(kernel: Array, record: Array | None, key: Array | None, *, s
     """
     scales = scales_of(None if record is None else in_product(record), spec)
     with _scope(FPROP, spec):
-        return quantize_operand(round_to(kernel, spec.compute_dtype), "kernel", "fprop", scales, key, (), spec).data
+        kernel = round_to(kernel, spec.compute_dtype)
+        members = spec.batched.members("kernel", kernel.shape, (), spec.ensemble)
+        return quantize_operand(kernel, "kernel", "fprop", scales, key, members, spec).data
 
 
 @opaque
@@ -196,9 +199,10 @@ def _fprop(
         "kernel": round_to(kernel, spec.compute_dtype),
     }
     scales = scales_of(record, spec)
+    members = {name: spec.batched.members(name, x.shape, extras, spec.ensemble) for name, x in operands.items()}
     with _scope(FPROP, spec):
         quantized = {
-            operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec, quantized_kernel)
+            operand: quantize_operand(x, operand, "fprop", scales, key, members[operand], spec, quantized_kernel)
             if operand == "input" or sent_kernel is None or quantized_kernel is not None
             else from_residual(sent_kernel, operand, "fprop", scales, spec)
             for operand, x in operands.items()
@@ -221,7 +225,7 @@ def _fprop(
         return out, (None, None), None
     if record is not None and numbers_of(spec.recipe.scalings):
         parts = [
-            measured_parts(x, quantized[operand], operand, extras, spec, record)
+            measured_parts(x, quantized[operand], operand, members[operand], spec, record)
             if operand == "input" or quantized_kernel is None or quantized_kernel.measured is None
             else lax.bitcast_convert_type(quantized_kernel.measured, np.float32)
             for operand, x in operands.items()
@@ -236,7 +240,7 @@ def _fprop(
         if product != "fprop":
             # 1-D blocks run along what is contracted, so the other product needs the operand quantized anew; now,
             # while it is there in high precision.
-            quantized[operand] = quantize_operand(x, operand, product, scales, key, extras, spec)
+            quantized[operand] = quantize_operand(x, operand, product, scales, key, members[operand], spec)
         residuals.append(residual_of(quantized[operand], operand, product, spec))
     return out, (residuals[0], residuals[1]), record
 
@@ -272,12 +276,13 @@ def backward(
     grad = round_to(grad, spec.compute_dtype)
     record, state = residuals.stored(spec)
     scales, quantized = scales_of(record, spec), {}
+    members = spec.batched.members("output_grad", grad.shape, extras, spec.ensemble)
 
     def grad_for(product: ProductName) -> QuantizedArray:
         product = spec.recipe.quantized_for["output_grad", product]
         if product not in quantized:
             key = residuals.key
-            quantized_grad = quantize_operand(grad, "output_grad", product, scales, key, extras, spec)
+            quantized_grad = quantize_operand(grad, "output_grad", product, scales, key, members, spec)
             if "output_grad" in spec.recipe.quantized_once and None not in dtypes:
                 quantized_grad = dataclasses.replace(quantized_grad, data=gathered_once(quantized_grad.data))
             quantized[product] = quantized_grad
@@ -308,13 +313,8 @@ def backward(
         return gradients, None
     if state is None:
         return gradients, lax.full(record.shape, 0.0, np.float32)
-    grad_parts = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, record)
-    amaxes = measured_in_product(state, grad_parts)
-    if spec.contraction.state_per_group:
-        # A group without rows was not reached.
-        has_rows = lax.expand_dims(extras[0] > 0, (amaxes.ndim - 1,))
-        amaxes = jnp.where(has_rows, amaxes, np.float32(-np.inf))
-    return gradients, amaxes
+    grad_parts = measured_parts(grad, grad_for("dgrad"), "output_grad", members, spec, record)
+    return gradients, members.reached(measured_in_product(state, grad_parts))
 
 
 def _scope(product: ProductName, spec: ProductSpec) -> contextlib.AbstractContextManager[Any]:
@@ -337,10 +337,12 @@ def tangent(
     dx, dw = (next(remaining) if is_linear else None for is_linear in linear)
     terms = []
     if dx is not None:
-        kernel_values = scaled_values(w, "kernel", scales, extras, spec)
+        members = spec.batched.members("kernel", w.shape, extras, spec.ensemble)
+        kernel_values = scaled_values(w, "kernel", scales, members, spec)
         terms.append(spec.batched.dot(dx.astype(jnp.float32), kernel_values, extras, lax.Precision.HIGHEST))
     if dw is not None:
-        input_values = scaled_values(x, "input", scales, extras, spec)
+        members = spec.batched.members("input", x.shape, extras, spec.ensemble)
+        input_values = scaled_values(x, "input", scales, members, spec)
         terms.append(spec.batched.dot(input_values, dw.astype(jnp.float32), extras, lax.Precision.HIGHEST))
     if not terms:
         return jnp.zeros(spec.batched.out_shape(x.shape, w.shape), spec.out_dtype)
