@@ -135,6 +135,20 @@ def read_together(x: Array) -> Array:
 read_together.defjvps(lambda tangent, out, x: tangent)
 
 
+def read_by_activation(out: Array, input: Array) -> Array:
+    """A product's result, for the fusions that read it: one that casts and one that measures become one launch.
+
+    XLA does not merge fusions that share nothing but the result of a Triton product, see `read_together`. Only a result
+    that is larger than the input has a barrier, and only on NVIDIA GPUs: an activation reads it. Others are mostly
+    added to a residual, which cuBLASLt does within the product unless a barrier is in between.
+
+    Args:
+        out: The result.
+        input: The product's input.
+    """
+    return barrier_p.bind(out, programs=Programs.FOR_NVIDIA_GPUS) if out.size > input.size else out
+
+
 def operand_per_sharer(x: Array, unshared: Array) -> Array:
     """An operand that several products share, as the operand of one of them.
 

@@ -207,8 +207,7 @@ def divide_by(
         scale_bits: See `QuantizedArray`.
     """
     x = lax.convert_element_type(x, jnp.float32)
-    scaled = lax.div(_infinities_as_nan(x), expand(scale, x.shape))
-    return QuantizedArray(_as_cast(cast)(scaled), scale, scale_bits=scale_bits)
+    return QuantizedArray(_as_cast(cast)(lax.div(x, _divisors(x, scale))), scale, scale_bits=scale_bits)
 
 
 def quantize_by(
@@ -249,17 +248,18 @@ def _format_or_cast(cast: Any) -> Any:
     return cast
 
 
-def _infinities_as_nan(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Values to be scaled and clipped, which an infinity would not show: E4M3 has none.
+def _divisors(x: Float32[Array, "*shape"], scale: Float32[Array, "*blocks"]) -> Float32[Array, "*shape"]:
+    """The scale of each value, NaN for an infinite one: clipped, it would not show, and E4M3 has no infinity.
 
     A finite value that overflows when it is scaled is clipped like any other.
     """
-    # `x - x` is 0 for finite values and NaN for others; subtracted, so that -0 stays. XLA's GPU fusions of norms do
-    # not accept `is_finite`, so the cast after a norm would be a launch of its own; and a magnitude would be shared
-    # with the amax, which would split the fusion. In float32, like the scaled values: otherwise XLA would also store
-    # an activation computed in float32 in bfloat16. Before the division: after it, XLA reads the rows of experts once
-    # more.
-    return lax.sub(x, lax.sub(x, x))
+    # `x - x` is 0 for finite values and NaN for others. XLA's GPU fusions of norms do not accept `is_finite`, so the
+    # cast after a norm would be a launch of its own; and a magnitude would be shared with the amax, which would split
+    # the fusion. In float32, like the scaled values: otherwise XLA would also store an activation computed in float32
+    # in bfloat16. Before the division: after it, XLA reads the rows of experts once more. In the divisor: on a CPU, XLA
+    # multiplies by the reciprocal of one divisor for all in some programs, so last bits would depend on what else a
+    # program computes.
+    return lax.add(expand(scale, x.shape), lax.sub(x, x))
 
 
 def _as_cast(cast: Format | Cast) -> Cast:

@@ -17,7 +17,8 @@ from .._jax.xla import keep_cast, keep_cast_in_parts
 from .._numerics.formats import E5M2, FORMATS
 from .._numerics.quantized_array import QuantizedArray, factors_out
 from ..devices.device import Device
-from ..recipes.recipe import ProductName
+from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
+from ..recipes.scaling.members import Members
 from .blocks import block_scaled_dot
 from .dimensions import DimensionNumbers, DotDimensions
 from .partition import scaled_by_each_device
@@ -37,6 +38,9 @@ class AbstractContraction(abc.ABC):
 
     state_per_group: bool = False
     """Whether each group is a member of an ensemble with a state of its own; `extras` holds the groups' sizes."""
+
+    applies_scales: bool = False
+    """Whether the product takes stored scales by themselves, and operands with scales of 1."""
 
     extras: int
     """The number of operands besides input and kernel; integers, not differentiated."""
@@ -68,6 +72,21 @@ class AbstractContraction(abc.ABC):
     @abc.abstractmethod
     def contracted(self, product: ProductName) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes that a product sums over, in each of its operands."""
+
+    def members(
+        self, operand: OperandName, shape: tuple[int, ...], extras: tuple[Array, ...], ensemble: int
+    ) -> Members:
+        """Who has scales, and is measured, in an operand.
+
+        Args:
+            operand: Which it is.
+            shape: Its shape.
+            extras: What else the contraction takes.
+            ensemble: How many of its leading axes number members.
+        """
+        del shape, extras
+        first = USES[operand][0]
+        return Members(ensemble, contracted=self.contracted(first)[OPERANDS[first].index(operand)])
 
     @abc.abstractmethod
     def dot(

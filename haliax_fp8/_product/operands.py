@@ -16,11 +16,9 @@ from .._numerics.quantized_array import QuantizedArray, factors_out
 from .._numerics.stored_array import StoredArray
 from .._state.record import operand_scales
 from .._state.table import numbers_of
-from ..recipes.recipe import OPERAND_NAMES, OPERANDS, USES, OperandName, ProductName
-from ..recipes.scaling import MeasuredMemory, OperandUse, of_all_elements
+from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
+from ..recipes.scaling import Members, OperandUse, of_all_elements
 from ..recipes.scaling.high_precision import unscaled
-from ..recipes.scaling.measured import Members, share_of_active
-from .grouped.one_device import largest_of_groups, of_each_row, used_rows
 from .kernel_for_products import KernelForProducts
 from .scaled_product import FLOAT32, each_row_scaled
 from .spec import ProductSpec
@@ -44,8 +42,8 @@ class Scales(NamedTuple):
     pairs: dict[ProductName, Array] | None
 
     def of_product(self, product: ProductName, spec: ProductSpec) -> Array | None:
-        """The product of two operands' scales, where it is computed already, or belongs to a group of rows."""
-        if spec.contraction.state_per_group:
+        """The product of two operands' scales, where it is computed already, or the contraction applies it."""
+        if spec.contraction.applies_scales:
             first, second = (
                 self.operands[operand] if spec.takes_stored_scale(operand, product) else jnp.float32(1.0)
                 for operand in OPERANDS[product]
@@ -96,7 +94,7 @@ def quantize_operand(
     product: ProductName,
     scales: Scales | None,
     key: Array | None,
-    extras: tuple[Array, ...],
+    members: Members,
     spec: ProductSpec,
     quantized_kernel: KernelForProducts[Array] | None = None,
 ) -> QuantizedArray:
@@ -108,7 +106,7 @@ def quantize_operand(
         product: The product.
         scales: What the state stores.
         key: What random rounding draws from.
-        extras: What else the contraction takes.
+        members: Who has a scale.
         spec: What is static about the product.
         quantized_kernel: The kernel, if it was quantized before.
     """
@@ -121,41 +119,16 @@ def quantize_operand(
     use = OperandUse(
         format=quantization.format,
         contracted=spec.batched.contracted(product)[OPERANDS[product].index(operand)],
-        ensemble=spec.ensemble,
-        stored_scale=None if scaling.memory is None else _stored(x, operand, scales, extras, spec),
+        # Devices are for the amax, which a stored scale does not need.
+        members=members if scaling.stores_scale else members.over(axes_of_parts(x)),
+        stored_scale=None if scales is None or scaling.memory is None else members.of_state(scales.operands[operand]),
         rounding=quantization.rounding,
         key=_key_of(x, key, operand, product, spec) if quantization.rounding.needs_key else None,
         contiguous_sum=product not in spec.contraction.groups,
         scale_bits=spec.scale_bits[operand],
-        # For the amax, which a stored scale does not need.
-        devices=() if scaling.stores_scale else axes_of_parts(x),
-        valid_rows=None if scaling.stores_scale else _valid_rows(x, operand, extras, spec),
     )
     quantized = scaling.quantize(x, use)
-    # Where groups have states, the product applies their scales.
-    return dataclasses.replace(quantized, scale=jnp.float32(1.0)) if spec.contraction.state_per_group else quantized
-
-
-def _stored(
-    x: Array, operand: OperandName, scales: Scales | None, extras: tuple[Array, ...], spec: ProductSpec
-) -> Array | None:
-    """The stored scale of an operand's members. Where groups have states, that of each row is its group's."""
-    if scales is None:
-        return None
-    stored = scales.operands[operand]
-    if not spec.contraction.state_per_group or operand == "kernel":
-        return stored
-    return of_each_row(stored, extras[0], x.shape[spec.ensemble - 1])
-
-
-def _valid_rows(x: Array, operand: OperandName, extras: tuple[Array, ...], spec: ProductSpec) -> Array | None:
-    """Which rows belong to a group; None if the operand has none, or each group measures its own.
-
-    What a buffer holds beyond the last group is in no product, and must not enter a scale.
-    """
-    if not spec.contraction.groups or spec.contraction.state_per_group or operand == "kernel":
-        return None
-    return used_rows(extras[0], x.shape[-2])
+    return dataclasses.replace(quantized, scale=jnp.float32(1.0)) if spec.contraction.applies_scales else quantized
 
 
 def _key_of(x: Array, key: Array | None, operand: OperandName, product: ProductName, spec: ProductSpec) -> Array:
@@ -198,7 +171,7 @@ def from_residual(
     assert spec.takes_stored_scale(operand, product) and scales is not None
     scale = (
         jnp.float32(1.0)
-        if spec.contraction.state_per_group
+        if spec.contraction.applies_scales
         else of_all_elements(scales.operands[operand], residual.ndim)
     )
     return QuantizedArray(residual, scale, scale_bits=spec.scale_bits[operand])
@@ -226,23 +199,20 @@ def in_high_precision(
 
 
 def scaled_values(
-    x: QuantizedArray, operand: OperandName, scales: Scales | None, extras: tuple[Array, ...], spec: ProductSpec
+    x: QuantizedArray, operand: OperandName, scales: Scales | None, members: Members, spec: ProductSpec
 ) -> Array:
-    """An operand's values in float32; those of groups with a state each have their scales there."""
+    """An operand's values in float32, also if the contraction applies their scales."""
     values = x.dequantize()
-    if not spec.contraction.state_per_group or scales is None:
+    if not spec.contraction.applies_scales or scales is None:
         return values
-    scale = scales.operands[operand]
-    if operand != "kernel":
-        scale = of_each_row(scale, extras[0], x.shape[spec.ensemble - 1])
-    return each_row_scaled(values, scale, FLOAT32)
+    return each_row_scaled(values, members.of_state(scales.operands[operand]), FLOAT32)
 
 
 def measured_parts(
     x: Float[Array, "..."],
     quantized: QuantizedArray,
     operand: OperandName,
-    extras: tuple[Array, ...],
+    members: Members,
     spec: ProductSpec,
     record: Array,
 ) -> Float[Array, "*ensemble numbers parts"]:
@@ -252,42 +222,17 @@ def measured_parts(
         x: The operand.
         quantized: What it was quantized to.
         operand: Which it is.
-        extras: What else the contraction takes.
+        members: Who is measured.
         spec: What is static about the product.
         record: The scales. Inside `shard_map` each device measures its own part.
     """
     memory, count = getattr(spec.recipe, operand).scaling.memory, numbers_of(spec.recipe.scalings)
     if memory is None or not memory.numbers:
         return jnp.zeros((*record.shape[: spec.ensemble], count, 1), x.dtype)
-    state_per_group = spec.contraction.state_per_group
-    used = _valid_rows(x, operand, extras, spec) if spec.contraction.groups else None
-    if isinstance(memory, MeasuredMemory):
-        first = USES[operand][0]
-        contracted = spec.batched.contracted(first)[OPERANDS[first].index(operand)]
-        members = Members(spec.ensemble, axes_of_parts(x, record), contracted=contracted)
-        active = None if used is None else share_of_active(extras[0], members)
-        if used is not None:
-            x, data = (jnp.where(used, values, np.asarray(0.0, values.dtype)) for values in (x, quantized.data))
-            quantized = dataclasses.replace(quantized, data=data)
-        if state_per_group and operand != "kernel":
-            members = members.of_groups(extras[0], x.shape[spec.ensemble - 1])
-        if state_per_group and (scales := scales_of(record, spec)) is not None:
-            # The product applies them, so the quantized operand does not have them.
-            scale = scales.operands[operand]
-            scale = scale if operand == "kernel" else of_each_row(scale, extras[0], x.shape[spec.ensemble - 1])
-            quantized = dataclasses.replace(quantized, scale=of_all_elements(scale, x.ndim))
-        values = memory.measure_members(x, quantized, members, active)
-    elif used is not None:
-        rows_measured = memory.measure(x, quantized, x.ndim - 1)[..., 0]
-        rows_measured = jnp.where(used, rows_measured, np.asarray(0.0, rows_measured.dtype))
-        values = jnp.moveaxis(rows_measured, -1, spec.ensemble).reshape(
-            *x.shape[: spec.ensemble], rows_measured.shape[-1], -1
-        )
-    else:
-        values = memory.measure(x, quantized, spec.ensemble)
-        if state_per_group and operand != "kernel":
-            # Of each row, then of each group.
-            values = largest_of_groups(jnp.max(values, axis=-1), extras[0])[..., None]
+    if spec.contraction.applies_scales and (scales := scales_of(record, spec)) is not None:
+        scale = of_all_elements(members.of_state(scales.operands[operand]), x.ndim)
+        quantized = dataclasses.replace(quantized, scale=scale)
+    values = memory.measure_members(x, quantized, members.over(axes_of_parts(x, record)))
     if (missing := count - values.shape[-2]) > 0:
         values = jnp.pad(values, [(0, 0)] * spec.ensemble + [(0, missing), (0, 0)])
     return divided_as_made(values)

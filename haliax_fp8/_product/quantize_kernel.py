@@ -55,12 +55,13 @@ def _quantized_for_all(
 ) -> KernelForProducts[Array]:
     kernel = round_to(kernel, spec.compute_dtype)
     scales = scales_of(record, spec)
+    members = spec.batched.members("kernel", kernel.shape, (), spec.ensemble)
     arrays: dict[ProductName, QuantizedArray] = {}
     operands: list[StoredArray[Array] | None] = []
     for product in USES["kernel"]:
         quantized_for = spec.recipe.quantized_for["kernel", product]
         if quantized_for not in arrays:
-            quantized = quantize_operand(kernel, "kernel", product, scales, None, (), spec)
+            quantized = quantize_operand(kernel, "kernel", product, scales, None, members, spec)
             if gathered is not None:
                 # Both operands come from what was gathered: after a transposition, XLA would gather bfloat16.
                 data = divided(gathered_once(quantized.data), gathered)
@@ -69,7 +70,7 @@ def _quantized_for_all(
         operands.append(_operand(arrays[quantized_for], product, spec))
     measured = None
     if record is not None and numbers_of(spec.recipe.scalings):
-        parts = measured_parts(kernel, arrays["fprop"], "kernel", (), spec, record)
+        parts = measured_parts(kernel, arrays["fprop"], "kernel", members, spec, record)
         measured = bits_of(to_float32(jnp.max(parts, axis=-1, keepdims=True)))
     per_axis = any(spec.recipe.uses["kernel", use].scaling.per_axis for use in USES["kernel"])
     contracted = tuple(spec.contraction.contracted(product)[1] for product in USES["kernel"]) if per_axis else None

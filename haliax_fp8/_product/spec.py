@@ -132,14 +132,17 @@ class ProductSpec:
 
     @property
     def keeps_kernel_if_sent(self) -> bool:
-        """Whether a kernel that is quantized again is kept in programs whose devices would send it again.
+        """Whether a kernel that is quantized again, or was before, is kept in programs whose devices would send it
+        again.
 
         Not of experts, whose products say themselves what their devices send.
         """
-        if not self.may_keep_sent_kernel or self.kernel_residual is not KernelResidual.REQUANTIZE:
+        is_alike = "kernel" in self.recipe.quantized_once and not self.contraction.extras
+        if not self.may_keep_sent_kernel or not is_alike:
             return False
-        is_alike = "kernel" in self.recipe.quantized_once and self.takes_stored_scale("kernel", "fprop")
-        return is_alike and not self.contraction.extras
+        if self.quantized_kernel is not None:
+            return True
+        return self.kernel_residual is KernelResidual.REQUANTIZE and self.takes_stored_scale("kernel", "fprop")
 
     def takes_stored_scale(self, operand: OperandName, product: ProductName) -> bool:
         """Whether an operand is quantized with the scale that the state holds."""

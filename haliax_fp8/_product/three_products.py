@@ -20,6 +20,7 @@ from .._jax.xla import (
     not_kept_from_forward,
     operand_per_sharer,
     precision_per_sharer,
+    read_by_activation,
     transposed_from_fp8,
     transposed_separately,
     transposed_separately_on_one,
@@ -61,8 +62,8 @@ class Residuals(NamedTuple):
         record: The scales, and below them what was measured of input and kernel, see `pack`; None for a stateless
             recipe.
         key: What random rounding draws from.
-        sent_kernel: Beside a kernel that is quantized again: what fprop quantized, for programs whose devices would
-            send each other the kernel twice; else None.
+        sent_kernel: Beside a kernel that is quantized again, or was quantized for both products before: what fprop
+            multiplied by, for programs whose devices would send each other the kernel twice; else None.
     """
 
     input: Array | QuantizedArray
@@ -87,11 +88,13 @@ class Residuals(NamedTuple):
         residual = self.input if operand == "input" else self.kernel
         product = spec.recipe.quantized_for[operand, USES[operand][1]]
         if isinstance(residual, QuantizedArray | StoredArray) or operand not in spec.residuals_in_high_precision:
-            return from_residual(residual, operand, product, scales, spec)
-        if operand == "kernel":
-            residual = not_kept_from_forward(residual)
-        x = round_to(residual, spec.compute_dtype)
-        quantized = quantize_operand(x, operand, product, scales, self.key, extras, spec)
+            quantized = from_residual(residual, operand, product, scales, spec)
+        else:
+            if operand == "kernel":
+                residual = not_kept_from_forward(residual)
+            x = round_to(residual, spec.compute_dtype)
+            members = spec.batched.members(operand, x.shape, extras, spec.ensemble)
+            quantized = quantize_operand(x, operand, product, scales, self.key, members, spec)
         if operand == "kernel" and self.sent_kernel is not None:
             quantized = dataclasses.replace(quantized, data=kept_if_sent(self.sent_kernel, quantized.data))
         return quantized
@@ -126,8 +129,11 @@ def forward(
         rematerialized: Whether this is recomputed right before the backward pass.
     """
     sent_kernel = None
-    if spec.keeps_kernel_if_sent and quantized_kernel is None and not manual_axes():
-        sent_kernel = _kernel_to_send(kernel, record, key, spec=spec)
+    if spec.keeps_kernel_if_sent and not manual_axes():
+        if quantized_kernel is None:
+            sent_kernel = _kernel_to_send(kernel, record, key, spec=spec)
+        elif quantized_kernel.fprop is not None:
+            sent_kernel = residual_array(quantized_kernel.fprop.values_of_data)
     out, quantized, packed = _fprop(
         input, kernel, extras, record, key, quantized_kernel, sent_kernel, spec=spec, differentiated=True
     )
@@ -168,7 +174,9 @@ def _kernel_to_send(kernel: Array, record: Array | None, key: Array | None, *, s
     """
     scales = scales_of(None if record is None else in_product(record), spec)
     with _scope(FPROP, spec):
-        return quantize_operand(round_to(kernel, spec.compute_dtype), "kernel", "fprop", scales, key, (), spec).data
+        kernel = round_to(kernel, spec.compute_dtype)
+        members = spec.batched.members("kernel", kernel.shape, (), spec.ensemble)
+        return quantize_operand(kernel, "kernel", "fprop", scales, key, members, spec).data
 
 
 @opaque
@@ -192,13 +200,16 @@ def _fprop(
         "kernel": round_to(kernel, spec.compute_dtype),
     }
     scales = scales_of(record, spec)
+    members = {name: spec.batched.members(name, x.shape, extras, spec.ensemble) for name, x in operands.items()}
     with _scope(FPROP, spec):
         quantized = {
-            operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec, quantized_kernel)
-            if operand == "input" or sent_kernel is None
+            operand: quantize_operand(x, operand, "fprop", scales, key, members[operand], spec, quantized_kernel)
+            if operand == "input" or sent_kernel is None or quantized_kernel is not None
             else from_residual(sent_kernel, operand, "fprop", scales, spec)
             for operand, x in operands.items()
         }
+        if sent_kernel is not None and quantized_kernel is not None:
+            quantized["kernel"] = dataclasses.replace(quantized["kernel"], data=sent_kernel)
         if differentiated and quantized_kernel is None and spec.keeps_kernel_copy:
             whole = quantized["kernel"]
             quantized["kernel"] = dataclasses.replace(whole, data=gathered_once(whole.data))
@@ -209,11 +220,13 @@ def _fprop(
         unshared_scale = quantized["kernel"].scale if scale is None else scale
         pair = _input_per_sharer(quantized["input"], unshared_scale, spec), quantized["kernel"]
         out = round_to(spec.batched.product("fprop", pair, extras, spec.precision, dtype, scale), spec.out_dtype)
+        if differentiated and not extras:
+            out = read_by_activation(out, input)
     if not differentiated:
         return out, (None, None), None
     if record is not None and numbers_of(spec.recipe.scalings):
         parts = [
-            measured_parts(x, quantized[operand], operand, extras, spec, record)
+            measured_parts(x, quantized[operand], operand, members[operand], spec, record)
             if operand == "input" or quantized_kernel is None or quantized_kernel.measured is None
             else lax.bitcast_convert_type(quantized_kernel.measured, np.float32)
             for operand, x in operands.items()
@@ -228,7 +241,7 @@ def _fprop(
         if product != "fprop":
             # 1-D blocks run along what is contracted, so the other product needs the operand quantized anew; now,
             # while it is there in high precision.
-            quantized[operand] = quantize_operand(x, operand, product, scales, key, extras, spec)
+            quantized[operand] = quantize_operand(x, operand, product, scales, key, members[operand], spec)
         residuals.append(residual_of(quantized[operand], operand, product, spec))
     return out, (residuals[0], residuals[1]), record
 
@@ -264,12 +277,13 @@ def backward(
     grad = round_to(grad, spec.compute_dtype)
     record, state = residuals.stored(spec)
     scales, quantized = scales_of(record, spec), {}
+    members = spec.batched.members("output_grad", grad.shape, extras, spec.ensemble)
 
     def grad_for(product: ProductName) -> QuantizedArray:
         product = spec.recipe.quantized_for["output_grad", product]
         if product not in quantized:
             key = residuals.key
-            quantized_grad = quantize_operand(grad, "output_grad", product, scales, key, extras, spec)
+            quantized_grad = quantize_operand(grad, "output_grad", product, scales, key, members, spec)
             if "output_grad" in spec.recipe.quantized_once and None not in dtypes:
                 quantized_grad = dataclasses.replace(quantized_grad, data=gathered_once(quantized_grad.data))
             quantized[product] = quantized_grad
@@ -300,13 +314,8 @@ def backward(
         return gradients, None
     if state is None:
         return gradients, lax.full(record.shape, 0.0, np.float32)
-    grad_parts = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, record)
-    amaxes = measured_in_product(state, grad_parts)
-    if spec.contraction.state_per_group:
-        # A group without rows was not reached.
-        has_rows = lax.expand_dims(extras[0] > 0, (amaxes.ndim - 1,))
-        amaxes = jnp.where(has_rows, amaxes, np.float32(-np.inf))
-    return gradients, amaxes
+    grad_parts = measured_parts(grad, grad_for("dgrad"), "output_grad", members, spec, record)
+    return gradients, members.reached(measured_in_product(state, grad_parts))
 
 
 def _scope(product: ProductName, spec: ProductSpec) -> contextlib.AbstractContextManager[Any]:
@@ -329,10 +338,12 @@ def tangent(
     dx, dw = (next(remaining) if is_linear else None for is_linear in linear)
     terms = []
     if dx is not None:
-        kernel_values = scaled_values(w, "kernel", scales, extras, spec)
+        members = spec.batched.members("kernel", w.shape, extras, spec.ensemble)
+        kernel_values = scaled_values(w, "kernel", scales, members, spec)
         terms.append(spec.batched.dot(dx.astype(jnp.float32), kernel_values, extras, lax.Precision.HIGHEST))
     if dw is not None:
-        input_values = scaled_values(x, "input", scales, extras, spec)
+        members = spec.batched.members("input", x.shape, extras, spec.ensemble)
+        input_values = scaled_values(x, "input", scales, members, spec)
         terms.append(spec.batched.dot(input_values, dw.astype(jnp.float32), extras, lax.Precision.HIGHEST))
     if not terms:
         return jnp.zeros(spec.batched.out_shape(x.shape, w.shape), spec.out_dtype)

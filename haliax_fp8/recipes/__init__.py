@@ -33,6 +33,7 @@ from .scaling import (
     HadamardScaling as HadamardScaling,
     HighPrecision as HighPrecision,
     MaxOfHistory as MaxOfHistory,
+    Members as Members,
     MostRecent as MostRecent,
     MovingAverage as MovingAverage,
     MXFP8Scaling as MXFP8Scaling,

@@ -25,7 +25,7 @@ from ..layers.checks import table_on_host, uncalibrated_operands, unrecorded_ope
 from ..layers.quantized_kernels import BoundKernel, bind_kernel, is_floating, named_behind
 from ..layers.rule import LayerRule
 from ..recipes.recipe import SCALE_BITS
-from ..recipes.scaling import MXFP8Scaling, OperandUse
+from ..recipes.scaling import Members, MXFP8Scaling, OperandUse
 from .kernel import QuantizedKernel
 from .layout import ServedLayout
 
@@ -148,7 +148,7 @@ def _quantized(
     scales = None if spec is None else scales_of(state, spec)
     if "kernel" in layout.stored:
         assert spec is not None
-        quantized = quantize_operand(array, "kernel", "fprop", scales, None, (), spec)
+        quantized = quantize_operand(array, "kernel", "fprop", scales, None, Members(spec.ensemble), spec)
         if spec.contraction.state_per_group:
             assert scales is not None
             of_experts = lax.expand_dims(scales.operands["kernel"], (leading + 1, leading + 2))
@@ -157,7 +157,7 @@ def _quantized(
         use = OperandUse(
             format=layout.format,
             contracted=contraction.with_batch_axes(leading).contracted("fprop")[1],
-            ensemble=leading,
+            members=Members(leading),
             scale_bits=SCALE_BITS["kernel"] if in_bf16 else 24,
         )
         quantized = layout.kernel.quantize(array, use)

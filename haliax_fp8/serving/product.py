@@ -14,7 +14,7 @@ from .._jax.meshes import automatic_axes, axes_of_parts
 from .._jax.xla import on_cuda, operand_per_sharer
 from .._numerics.quantized_array import QuantizedArray
 from .._product.contraction import AbstractContraction, DotContraction
-from .._product.grouped.one_device import apart, of_each_row, together
+from .._product.grouped.one_device import apart, together
 from .._product.operands import round_to
 from ..recipes.scaling import OperandUse
 from .layout import ServedLayout
@@ -153,7 +153,7 @@ def _multiply(
         return round_to(_product(quantized, kernel, extras, spec, dtype), spec.out_dtype)
     if spec.contraction.state_per_group:
         return round_to(_product_of_experts(input, kernel, input_scale, extras, spec, dtype), spec.out_dtype)
-    quantized = quantized_input(input, input_scale, spec)
+    quantized = quantized_input(input, input_scale, extras, spec)
     # After the cast: XLA may keep extra bits of a value that it rounds twice; here it does so as in training.
     quantized = dataclasses.replace(quantized, data=not_joined(quantized.data, kernel))
     if rows_of(input.shape, spec) >= ROWS:
@@ -172,39 +172,32 @@ def _product_of_experts(
     input: Array, kernel: QuantizedArray, input_scale: Array, extras: tuple[Array, ...], spec: ServedProduct, dtype: Any
 ) -> Array:
     """The product of rows and experts that each have a scale, applied to the result, as in training."""
-    scaling, one = spec.layout.input, jnp.ones((), jnp.float32)
-    assert scaling is not None
-    use = OperandUse(
-        format=spec.layout.format,
-        contracted=spec.batched.contracted("fprop")[0],
-        ensemble=spec.ensemble + 1,
-        stored_scale=of_each_row(input_scale, extras[0], input.shape[spec.ensemble]),
-        scale_bits=spec.input_bits,
-        devices=axes_of_parts(input),
-    )
-    rows = dataclasses.replace(scaling.quantize(input, use), scale=one)
+    one = jnp.ones((), jnp.float32)
+    rows = dataclasses.replace(quantized_input(input, input_scale, extras, spec), scale=one)
     of_experts = jnp.multiply(input_scale, kernel.scale.reshape(input_scale.shape))
     both = rows, dataclasses.replace(kernel, scale=one)
     return spec.batched.product("fprop", both, extras, spec.precision, dtype, of_experts)
 
 
-def quantized_input(input: Array, input_scale: Any, spec: ServedProduct) -> QuantizedArray:
+def quantized_input(input: Array, input_scale: Any, extras: tuple[Array, ...], spec: ServedProduct) -> QuantizedArray:
     """The input in FP8.
 
     Args:
         input: The input, in the dtype of the computation.
         input_scale: Its stored scale; None if the layout has none.
+        extras: Further operands of the contraction.
         spec: The static arguments.
     """
     scaling = spec.layout.input
     assert scaling is not None
+    ensemble = spec.ensemble + spec.contraction.state_per_group
+    members = spec.batched.members("input", input.shape, extras, ensemble).over(axes_of_parts(input))
     use = OperandUse(
         format=spec.layout.format,
         contracted=spec.batched.contracted("fprop")[0],
-        ensemble=spec.ensemble,
-        stored_scale=input_scale,
+        members=members,
+        stored_scale=None if input_scale is None else members.of_state(input_scale),
         scale_bits=spec.input_bits,
-        devices=axes_of_parts(input),
     )
     return scaling.quantize(input, use)
 

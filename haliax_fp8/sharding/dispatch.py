@@ -18,6 +18,7 @@ from .._product.grouped.contraction import RaggedContraction
 from .._product.operands import Scales, quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
 from .._state.record import in_product
+from ..recipes.scaling.members import Members
 from ..recipes.scaling.multiplier import LARGEST_MULTIPLIER
 
 
@@ -100,7 +101,8 @@ def _send(
     del gradient_format
 
     def data_of(x: Array) -> Array:
-        quantized = quantize_operand(x, "input", "fprop", Scales({"input": scale}, None), None, (), spec)
+        scales, members = Scales({"input": scale}, None), Members(spec.ensemble)
+        quantized = quantize_operand(x, "input", "fprop", scales, None, members, spec)
         return keep_cast(quantized.data)
 
     largest = jnp.abs(data_of(amax).astype(jnp.float32))

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from haliax_fp8._numerics.casts import saturating_cast
 from haliax_fp8._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
+from haliax_fp8._numerics.quantized_array import divide_by
 
 
 FORMATS = [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ]
@@ -212,3 +213,15 @@ def test_dynamic_range_example():
     assert np.all(np.abs(restored - values) <= absolute_bound(scale) * (1 + 1e-6))
     # The two ends together do not fit: the example spans more binades than E4M3 has.
     assert math.log2(values.max() / values.min()) > E4M3.dynamic_range
+
+
+def test_values_are_divided_whatever_else_a_program_computes():
+    """XLA for CPUs would multiply by the reciprocal of a divisor that has one use: halfway cases round differently."""
+    halfway = np.arange(17, 31, 2, dtype=np.float32) / 16
+    scale = np.random.default_rng(0).uniform(0.5, 2.0, (256, 1)).astype(np.float32)
+    x = halfway * scale
+    expected = (x / scale).astype(ml_dtypes.float8_e4m3fn)
+    alone = jax.jit(lambda x, scale: divide_by(x, scale, E4M3).data)
+    beside = jax.jit(lambda x, scale: (divide_by(x, scale, E4M3).data, divide_by(2 * x, scale, E4M3).data)[0])
+    for program in (alone, beside):
+        np.testing.assert_array_equal(program(x, scale).view(np.uint8), expected.view(np.uint8))

@@ -21,6 +21,7 @@ from haliax_fp8.recipes import (
     E4M3,
     BlockScaling,
     CurrentScaling,
+    Members,
     MXFP8Scaling,
     NVFP4Scaling,
     OperandUse,
@@ -107,7 +108,7 @@ def test_members_of_an_ensemble_have_tensor_scales_of_their_own():
     numbers = (((2,), (1,)), ((0,), (0,)))
     a, b = operands((3, 6, 70), (3, 70, 5))
     sizes = jnp.array([1.0, 1e-3, 1e4])[:, None, None]
-    a, b, _ = quantized(a * sizes, b, numbers, NVFP4Scaling(), NVFP4Scaling(), format=E2M1, ensemble=1)
+    a, b, _ = quantized(a * sizes, b, numbers, NVFP4Scaling(), NVFP4Scaling(), format=E2M1, members=Members(1))
     assert a.tensor_scale.shape == (3, 1, 1)
     assert_native_is_dequantized(a, b, numbers, NV)
     # Under vmap, each example's scale is applied behind the product of all.

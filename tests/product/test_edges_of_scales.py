@@ -39,7 +39,9 @@ def test_members_of_an_ensemble_have_scales_of_their_own(name):
     scaling, expected = STATELESS[name]
     sizes = np.exp2([[0, 12, -9], [5, -3, 30]])[..., None, None]
     x = (np.random.default_rng(0).standard_normal((2, 3, 40, 70)) * sizes).astype(np.float32)
-    got = jax.jit(lambda x: scaling.quantize(x, OperandUse(fp8.recipes.E4M3, contracted=(3,), ensemble=2)))(x)
+    got = jax.jit(
+        lambda x: scaling.quantize(x, OperandUse(fp8.recipes.E4M3, contracted=(3,), members=fp8.recipes.Members(2)))
+    )(x)
     for member in np.ndindex(2, 3):
         data, scale = expected(x[member])
         np.testing.assert_array_equal(np.asarray(got.data[member]).view(np.uint8), data.view(np.uint8))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from haliax_fp8._jax.xla import gathered_once, transposed_from_fp8, transposed_separately_on_one
+from haliax_fp8._jax.xla import gathered_once, read_by_activation, transposed_from_fp8, transposed_separately_on_one
 
 
 def lowered(function, platforms, devices=1):
@@ -28,6 +28,10 @@ def lowered(function, platforms, devices=1):
         (transposed_separately_on_one, ("cuda",), 4, False),
         (gathered_once, ("cuda",), 4, True),
         (gathered_once, ("cpu",), 1, False),
+        (lambda x: read_by_activation(x, jnp.sum(x)), ("cuda",), 1, True),
+        (lambda x: read_by_activation(x, jnp.sum(x)), ("cpu",), 1, False),
+        # What does not widen is mostly added to a residual.
+        (lambda x: read_by_activation(x * 2, x), ("cuda",), 1, False),
     ],
 )
 def test_a_barrier_is_in_these_programs_alone(function, platforms, devices, expected):

@@ -22,6 +22,7 @@ EXPECTED = {
     "FSDP, scan + checkpointing": 2 * WEIGHTS,
     "MLP": OF_MLP,
     "MLP, 4 microbatches": 4 * OF_MLP,
+    "MLP, kernels quantized once": 4 * OF_MLP,
     "MLP, kernels gathered once": OF_MLP,
 }
 

@@ -197,6 +197,24 @@ def test_what_reads_a_product_of_tritons_is_fused(name, device, compiled):
     assert told < not_told
 
 
+def activated(told, x, kernel):
+    """What widens, its activation in FP8, and the amax of that."""
+    out = product(x, kernel)
+    activation = jax.nn.silu((xla.read_by_activation(out, x) if told else out).astype(f32)).astype(jnp.bfloat16)
+    return quantized(activation), jnp.max(jnp.abs(activation.astype(f32)))
+
+
+@pytest.mark.parametrize(("name", "device"), on(["read_by_activation"], ["h100"]))
+def test_what_casts_and_measures_an_activation_is_one_launch(name, device, compiled):
+    args = fp8(8192, 4096), fp8(4096, 14336)
+    texts = [
+        compiled(jax.jit(lambda *args, told=told: activated(told, *args)), *args, device=device, compiler_options={})[0]
+        for told in (True, False)
+    ]
+    told, not_told = map(readers_of_products, texts)
+    assert told < not_told
+
+
 def test_each_element_is_divided():
     random = np.random.default_rng(0)
     x, divisor = random.uniform(0, 448, (8, 64)).astype(np.float32), random.uniform(1, 9, (8, 1)).astype(np.float32)
@@ -220,6 +238,7 @@ SHOWN_BY = {
     "once_computed": "test_compiled_updates.py::test_an_update_reads_gradient_and_moments_twice",
     "on_cpu": "test_xla.py::test_switches_between_platforms",
     "on_cuda": "test_xla.py::test_switches_between_platforms",
+    "read_by_activation": "test_xla.py::test_what_casts_and_measures_an_activation_is_one_launch",
     "read_together": "test_xla.py::test_what_reads_a_product_of_tritons_is_fused",
     "transposed_in_bytes": "test_compiled_blocks.py::test_operands_of_wgrad_are_transposed_in_bytes",
     "transposed_once": "test_compiled_kernels_once.py::test_cublaslt_finds_what_it_reads",

@@ -20,6 +20,7 @@ from haliax_fp8.recipes import (
     E4M3,
     CurrentScaling,
     HadamardScaling,
+    Members,
     NVFP4Scaling,
     OperandUse,
     Quantization,
@@ -122,7 +123,7 @@ def test_data_and_scales_equal_the_reference_bit_for_bit(square):
 @pytest.mark.more
 def test_each_member_of_an_ensemble_has_a_tensor_scale_of_its_own():
     x = np.stack([normal((8, 32), seed) * 10.0**seed for seed in range(3)]).astype(np.float32)
-    got = NVFP4Scaling().quantize(jnp.asarray(x), OperandUse(E2M1, contracted=(2,), ensemble=1))
+    got = NVFP4Scaling().quantize(jnp.asarray(x), OperandUse(E2M1, contracted=(2,), members=Members(1)))
     for member, (data, scale) in enumerate(zip(got.data, got.scale, strict=True)):
         expected = reference.nvfp4(x[member])
         np.testing.assert_array_equal(np.asarray(data).view(np.uint8), expected[0].view(np.uint8))

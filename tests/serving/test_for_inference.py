@@ -290,7 +290,7 @@ def test_padded_rows_change_nothing(layout, shape, kernel_first):
     spec = ServedProduct(layouts[layout], contraction, None, np.dtype(np.float32), 24)
     x = 2.0 ** jax.random.randint(jax.random.key(0), shape, -2, 3).astype(jnp.float32)
     kernel = quantize_for_inference(eqx.nn.Linear(64, 32, key=jax.random.key(1)), layout).kernel.quantized
-    quantized = quantized_input(x, None, spec)
+    quantized = quantized_input(x, None, (), spec)
     filled = padded_product(quantized, kernel, (), spec, np.dtype(np.float32))
     expected = contraction.product("fprop", (quantized, kernel), (), spec.precision, np.dtype(np.float32), None)
     np.testing.assert_allclose(filled, expected, rtol=1e-6, atol=1e-6)
@@ -508,3 +508,15 @@ def test_errors():
         with pytest.raises(ValueError, match=message):
             ServedLayout(kernel, input)
     assert layouts["FP8_DYNAMIC"].format == E4M3
+
+
+def test_rows_of_no_expert_do_not_enter_the_scale_of_the_others():
+    """As in training: what a buffer holds beyond the last expert's rows is in no product."""
+    axes = hax.make_axes(experts=3, inputs=64, outputs=32)
+    layer = {"up": hnn.MoELinear.init(*axes, key=jax.random.key(0))}
+    x = hax.random.normal(jax.random.key(1), (hax.Axis("rows", 20), axes[1]))
+    x = hax.named(x.array.at[15:].set(1e8), x.axes)
+    sizes = hax.named(jnp.array([7, 0, 8]), axes[0])
+    trained = fp8_linear_layers(layer, recipe="current")
+    served = quantize_for_inference(trained, ServedLayout(CurrentScaling(), CurrentScaling()))
+    np.testing.assert_array_equal(served["up"](x, sizes).array[:15], trained["up"](x, sizes).array[:15])

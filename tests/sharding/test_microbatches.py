@@ -141,6 +141,16 @@ def test_kernels_travel_once_per_step():
 
 
 @pytest.mark.more
+def test_kernels_quantized_once_travel_once_and_give_the_same_bits():
+    """dgrad reads what was sent for fprop; its transposed copy is for programs of one device."""
+    once, text = trained("once", (("batch", "data"),))
+    assert [size for size, _ in gathered(text)] == [WEIGHTS] * 2 * PARTS
+    each, _ = trained("in_each_microbatch", (("batch", "data"),))
+    for ours, expected_leaf in zip(jax.tree.leaves(once), jax.tree.leaves(each), strict=True):
+        np.testing.assert_array_equal(ours, expected_leaf)
+
+
+@pytest.mark.more
 def test_gathering_once_takes_a_mesh():
     model, x = problem()
     step = fp8.TrainStep(loss_fn, optax.sgd(RATE), microbatches=PARTS, quantize_kernels="gathered_once")

@@ -24,8 +24,7 @@ from haliax_fp8.recipes import (
     Quantization,
     StaticScaling,
 )
-from haliax_fp8.recipes.scaling import STATISTICS, statistics_of
-from haliax_fp8.recipes.scaling.measured import Members
+from haliax_fp8.recipes.scaling import STATISTICS, Members, statistics_of
 
 
 OPERANDS = ("input", "kernel", "output_grad")

@@ -11,9 +11,11 @@ from jaxtyping import Array, Float, Float32
 from ..._jax.primitives import to_front
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.grouped import GroupedImplementation
-from ...recipes.recipe import ProductName
+from ...recipes.recipe import OperandName, ProductName
+from ...recipes.scaling.members import Members
 from ..contraction import AbstractContraction
 from .divided import divided_over_devices
+from .members import GroupsOfRows, RowsInGroups
 from .one_device import NUMBERS, OneDevice
 from .tiles import within_bounds
 
@@ -66,6 +68,23 @@ class RaggedContraction(AbstractContraction):
         """Inputs for fprop, outputs for dgrad, rows for wgrad."""
         ((first, second), _) = NUMBERS[product].dot_dimension_numbers
         return (self.batch + first[0],), (self.batch + second[0],)
+
+    @property
+    def applies_scales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Where each group has a scale."""
+        return self.state_per_group
+
+    def members(
+        self, operand: OperandName, shape: tuple[int, ...], extras: tuple[Array, ...], ensemble: int
+    ) -> Members:
+        """Of rows, those that are in groups."""
+        members = super().members(operand, shape, extras, ensemble)
+        if operand == "kernel":
+            return members
+        if self.state_per_group:
+            rows = shape[ensemble - 1]
+            return GroupsOfRows(ensemble, contracted=members.contracted, sizes=extras[0], rows=rows)
+        return RowsInGroups(ensemble, contracted=members.contracted, sizes=extras[0])
 
     def dot(
         self,

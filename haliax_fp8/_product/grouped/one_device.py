@@ -31,6 +31,13 @@ def used_rows(group_sizes: Int[Array, "*members groups"], rows: int) -> Bool[Arr
     return (index < jnp.sum(group_sizes, axis=-1, keepdims=True))[..., None]
 
 
+def in_group(group_sizes: Int[Array, "*members groups"], rows: int) -> Bool[Array, "*members rows groups"]:
+    """Whether each row is in each group."""
+    if group_sizes.ndim > 1:
+        return jax.vmap(lambda sizes: in_group(sizes, rows))(group_sizes)
+    return _group_of_row(group_sizes, rows)[:, None] == jnp.arange(len(group_sizes))
+
+
 def of_each_row(
     group_values: Float[Array, "*members groups"], group_sizes: Int[Array, "*members groups"], rows: int
 ) -> Float[Array, "*members rows"]:

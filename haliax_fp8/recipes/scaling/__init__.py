@@ -26,11 +26,11 @@ from .hadamard import HadamardScaling as HadamardScaling
 from .high_precision import HighPrecision as HighPrecision
 from .measured import (
     STATISTICS as STATISTICS,
-    MeasuredMemory as MeasuredMemory,
     MeasuredScaling as MeasuredScaling,
     ObservedScaling as ObservedScaling,
     statistics_of as statistics_of,
 )
+from .members import Members as Members
 from .memory import AbstractMemory as AbstractMemory
 from .multiplier import scale_of as scale_of
 from .mxfp8 import MXFP8Scaling as MXFP8Scaling

@@ -5,15 +5,14 @@ import dataclasses
 import functools
 from typing import ClassVar, NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Key
+from jaxtyping import Array, Float, Float32, Key
 
 from ..._numerics.formats import E5M2, Format
 from ..._numerics.quantized_array import QuantizedArray
 from ..._numerics.rounding import Rounding
 from ...devices.device import MatrixUnits
+from .members import Members
 from .memory import AbstractMemory
 
 
@@ -23,31 +22,37 @@ class OperandUse(NamedTuple):
     Args:
         format: The format to round to.
         contracted: The axes of the operand that the product sums over.
-        ensemble: How many leading axes number independent members, each with its own scales.
+        members: Which elements belong together, and have scales of their own.
         stored_scale: The scales that the state holds, `[*ensemble]`; None if the scaling is stateless.
         rounding: How to round.
         key: For a rounding that is random, one key for each member.
         contiguous_sum: Whether the product sums over the last contracted axis as a whole. A grouped product does not:
             there, neighbours may belong to different groups.
         scale_bits: How many significant bits a scale for the whole tensor may have, see `QuantizedArray`.
-        devices: Inside `shard_map`, the mesh axes over which devices hold parts of the operand; () elsewhere.
-        valid_rows: Which elements are in the product at all, in a shape that broadcasts to the operand's; None for all.
     """
 
     format: Format
     contracted: tuple[int, ...]
-    ensemble: int = 0
+    members: Members = Members()
     stored_scale: Float32[Array, " *ensemble"] | None = None
     rounding: Rounding = Rounding.TO_NEAREST
     key: Key[Array, "*ensemble"] | None = None
     contiguous_sum: bool = True
     scale_bits: int = 24
-    devices: tuple[str, ...] = ()
-    valid_rows: Bool[Array, "*shape"] | None = None
+
+    @property
+    def ensemble(self) -> int:
+        """How many leading axes number members."""
+        return self.members.ensemble
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Inside `shard_map`, the mesh axes over which devices hold parts of the operand; () elsewhere."""
+        return self.members.devices
 
     def counted(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """The operand as its amaxes are taken: zero where it is not in the product."""
-        return x if self.valid_rows is None else jnp.where(self.valid_rows, x, np.asarray(0.0, x.dtype))
+        """The operand as its amaxes are taken: zero where it is in no product."""
+        return self.members.counted(x)
 
     def cast(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Rounds to the format as this use does, clipping what lies beyond its maximum."""

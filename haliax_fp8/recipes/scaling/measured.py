@@ -2,15 +2,13 @@
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int, UInt
+from jaxtyping import Array, Float, Float32, UInt
 
 from ..._jax.xla import computed_before_measured
 from ..._numerics.formats import Format
@@ -18,6 +16,7 @@ from ..._numerics.quantized_array import QuantizedArray, expand
 from ...devices.device import MatrixUnits
 from .base import AbstractScaling, CastCost, OperandUse
 from .high_precision import unscaled
+from .members import Members
 from .memory import AbstractMemory
 
 
@@ -42,120 +41,11 @@ STATISTICS = (
 _WIDE = 8.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Members:
-    """Whose statistics are taken: each member's, a member being an index of the leading axes or a group of rows.
-
-    Args:
-        ensemble: How many leading axes of an operand number members; with `groups`, the last of them numbers rows.
-        devices: Inside `shard_map`, the mesh axes over which devices hold parts of a member. Replicas count once. They
-            are recognized by equal sums, as JAX marks a kernel that all devices hold as different on each of them.
-        groups: Which rows are in each group; None if rows are not in groups.
-        contracted: The axes that the first product with the operand sums over: a row is all along them.
-    """
-
-    ensemble: int
-    devices: tuple[str, ...] = ()
-    groups: Bool[Array, "*members rows groups"] | None = None
-    contracted: tuple[int, ...] = ()
-
-    def of_groups(self, sizes: Int[Array, "*members groups"], rows: int) -> "Members":
-        """The members that groups of consecutive rows are.
-
-        Args:
-            sizes: How many rows each group has.
-            rows: How many there are in all. Those beyond the last group belong to none.
-        """
-        ends = jnp.cumsum(sizes, axis=-1, dtype=np.int32)
-        row = jnp.arange(rows, dtype=np.int32)[:, None]
-        groups = (row >= jnp.expand_dims(ends - sizes, -2)) & (row < jnp.expand_dims(ends, -2))
-        return dataclasses.replace(self, groups=groups)
-
-    def totals(self, *values: Float32[Array, "*shape"]) -> list[Float32[Array, "*members"]]:
-        """The sums of values over the elements of each member, on this device."""
-        return self._summed_by_group([jnp.sum(x, self._axes(x)) for x in values])
-
-    def counts(self, *kinds: Bool[Array, "*shape"]) -> list[Float32[Array, "*members"]]:
-        """How many elements of each member are of each kind, on this device. An element is of one kind at most.
-
-        Two kinds at a time: each sum reads, and casts, all that the kinds come from.
-        """
-        packs = kinds[0].ndim > self.ensemble and kinds[0].shape[-1] < 2**15
-        if not packs:
-            return self._summed_by_group([jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in kinds])
-        counted = []
-        for pair in itertools.batched(kinds, 2):
-            words = jnp.int32(0)
-            for kind, word in zip(pair, (1, 2**16), strict=False):
-                words = jnp.where(kind, jnp.int32(word), words)
-            # Of one axis, so that no half overflows.
-            words = jnp.sum(words, axis=-1)
-            halves = [words & jnp.int32(2**16 - 1), words >> jnp.int32(16)]
-            counted += [jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in halves[: len(pair)]]
-        return self._summed_by_group(counted)
-
-    def largest(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*members"]:
-        """The largest value of each member on all devices; 0 if all are negative or none exists."""
-        largest = jnp.max(values, self._axes(values), initial=0.0)
-        if self.groups is not None:
-            largest = jnp.max(jnp.where(self.groups, largest[..., None], np.float32(0.0)), axis=-2, initial=0.0)
-        return lax.pmax(largest, self.devices) if self.devices else largest
-
-    def smallest(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*members"]:
-        """The smallest value of each member on all devices; infinity if none exists."""
-        smallest = jnp.min(values, self._axes(values), initial=jnp.inf)
-        if self.groups is not None:
-            group_values = jnp.where(self.groups, smallest[..., None], np.float32(np.inf))
-            smallest = jnp.min(group_values, axis=-2, initial=jnp.inf)
-        return lax.pmin(smallest, self.devices) if self.devices else smallest
-
-    def largest_numbers(self, numbers: Float32[Array, "*ensemble numbers"]) -> Float32[Array, "*members numbers"]:
-        """The largest of each of several numbers, none of them negative, on all devices."""
-        if self.groups is not None:
-            group_values = jnp.where(self.groups[..., None], jnp.expand_dims(numbers, -2), np.float32(0.0))
-            numbers = jnp.max(group_values, axis=-3, initial=0.0)
-        return lax.pmax(numbers, self.devices) if self.devices else numbers
-
-    def at_elements(self, numbers: Float32[Array, "*members"], ndim: int) -> Float32[Array, "..."]:
-        """What its member has, for each element of an operand of a rank; 0 for a row without group."""
-        if self.groups is not None:
-            numbers = jnp.sum(jnp.where(self.groups, jnp.expand_dims(numbers, -2), np.float32(0.0)), axis=-1)
-        return lax.expand_dims(numbers, range(numbers.ndim, ndim))
-
-    def replicas(self, sums: Sequence[Float32[Array, "*members"]]) -> Float32[Array, "*members"]:
-        """How many devices hold each part of a member, judging by its sums.
-
-        Every part has the same number of replicas, so parts that are equal by chance, such as zeros, do not count.
-        """
-        if not self.devices:
-            return jnp.ones_like(sums[0])
-        here = jnp.stack(sums, axis=-1)
-        everywhere = lax.all_gather(here, self.devices)
-        # NaN is what a scale that is not finite makes of the error; it is not equal to itself.
-        same = (everywhere == here) | (jnp.isnan(everywhere) & jnp.isnan(here))
-        return lax.pmin(jnp.sum(jnp.all(same, axis=-1).astype(jnp.float32), axis=0), self.devices)
-
-    def of_all_devices(
-        self, sums: Sequence[Float32[Array, "*members"]], replicas: Float32[Array, "*members"]
-    ) -> list[Float32[Array, "*members"]]:
-        """Sums over all devices, of which replicas count once."""
-        return list(lax.psum([x / replicas for x in sums], self.devices)) if self.devices else list(sums)
-
-    def _axes(self, values: Array) -> tuple[int, ...]:
-        return tuple(range(self.ensemble, values.ndim))
-
-    def _summed_by_group(self, sums: Sequence[Float32[Array, "*ensemble"]]) -> list[Float32[Array, "*members"]]:
-        if self.groups is None:
-            return list(sums)
-        return [jnp.sum(jnp.where(self.groups, x[..., None], np.float32(0.0)), axis=-2) for x in sums]
-
-
 def statistics_of(
     x: Float[Array, "*shape"],
     quantized: QuantizedArray,
     members: Members,
     format: Format,
-    active: Float32[Array, "*members"] | None = None,
 ) -> Float32[Array, "*members statistics"]:
     """Each of `STATISTICS` for an operand; all but `nonfinite` of its finite elements.
 
@@ -168,7 +58,6 @@ def statistics_of(
         quantized: What it was quantized to.
         members: Whose statistics to take.
         format: The format of the data.
-        active: The last statistic, the share of experts that have rows; by default 1.
     """
     x, values = x.astype(jnp.float32), quantized.dequantize()
     finite = jnp.isfinite(x)
@@ -198,12 +87,9 @@ def statistics_of(
     lost = jnp.where(finite, (x - values) * inverse, jnp.float32(0.0))
     counts = members.counts(clipped, top & ~clipped, flushed, ~finite)
     local = [*members.totals(parts, parts**2, lost**2), *counts]
-    count = jnp.full_like(local[0], math.prod(x.shape[members.ensemble :]))
-    if members.groups is not None:
-        count = count * jnp.sum(members.groups.astype(jnp.float32), axis=-2)
     replicas = members.replicas([unit, *local])
     total, squares, lost, clipped, rounded, flushed, nonfinite, count = members.of_all_devices(
-        [*local, count], replicas
+        [*local, members.elements(x.shape)], replicas
     )
 
     count = _positive(count - nonfinite)  # what all else is of
@@ -231,22 +117,9 @@ def statistics_of(
         "kurtosis": (fourth / count) / _positive((variance / count) ** 2),
         "wide_rows": wide / _positive(rows),
         "nonfinite": nonfinite,
-        "active": jnp.ones_like(amax) if active is None else jnp.broadcast_to(active, amax.shape),
+        "active": jnp.broadcast_to(members.active(), amax.shape),
     }
     return jnp.stack([by_name[name] for name in STATISTICS], axis=-1)
-
-
-def share_of_active(sizes: Int[Array, "*members groups"], members: Members) -> Float32[Array, "*members"]:
-    """The share of groups that have rows; the largest over devices, since each may have groups of its own.
-
-    Args:
-        sizes: How many rows each group has. The axes of members come first, then those of examples with groups of
-            their own.
-        members: Whose statistics are taken; not groups.
-    """
-    has_rows = jnp.any(sizes > 0, axis=tuple(range(members.ensemble, sizes.ndim - 1)))
-    found = jnp.mean(has_rows.astype(jnp.float32), axis=-1)
-    return lax.pmax(found, members.devices) if members.devices else found
 
 
 def _bits_of_magnitude(a: Float[Array | np.ndarray, "*shape"]) -> UInt[Array, "*shape"]:
@@ -347,25 +220,14 @@ class MeasuredMemory(AbstractMemory):
         return self.measure_members(x, quantized, Members(ensemble))
 
     def measure_members(
-        self,
-        x: Float[Array, "*shape"],
-        quantized: QuantizedArray,
-        members: Members,
-        active: Float32[Array, "*members"] | None = None,
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, members: Members
     ) -> Float32[Array, "*members numbers 1"]:
-        """As `measure`, of members that are groups of rows or on several devices.
-
-        Args:
-            x: The operand.
-            quantized: What the scaling made of it, with its scales.
-            members: Which elements belong together.
-            active: The share of a layer's experts that have rows; 1 by default.
-        """
-        statistics = statistics_of(computed_before_measured(x), quantized, members, self.format, active)
+        """The same, of members that leading axes need not number."""
+        counted = dataclasses.replace(quantized, data=members.counted(quantized.data))
+        statistics = statistics_of(computed_before_measured(members.counted(x)), counted, members, self.format)
         if self.scaling.memory is not None and self._inner_numbers:
-            inner = self.scaling.memory.measure(x, quantized, members.ensemble)
-            inner = members.largest_numbers(jnp.max(inner.astype(jnp.float32), axis=-1))
-            statistics = lax.concatenate([inner, statistics], statistics.ndim - 1)
+            inner = jnp.max(self.scaling.memory.measure_members(x, quantized, members).astype(jnp.float32), axis=-1)
+            statistics = lax.concatenate([members.largest_of_devices(inner), statistics], statistics.ndim - 1)
         return statistics[..., None]
 
     def head(

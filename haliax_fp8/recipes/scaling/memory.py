@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from ..._numerics.quantized_array import QuantizedArray
+from .members import Members
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,12 @@ class AbstractMemory(abc.ABC):
             ensemble: How many leading axes number members.
         """
         return self.measure(x, quantized, ensemble)
+
+    def measure_members(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, members: Members
+    ) -> Float[Array, "*members numbers parts"]:
+        """As `measure`, of members that leading axes need not number; by default from what `measure` finds of those."""
+        return members.measured(self.measure, x, quantized)
 
     @abc.abstractmethod
     def head(
