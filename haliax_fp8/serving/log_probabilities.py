@@ -1,6 +1,6 @@
 """log_probability_mismatch, importance_weights: sampling and training compared, for reinforcement-learning loops."""
 
-from typing import cast
+from typing import Any, cast
 
 import equinox as eqx
 import haliax as hax
@@ -103,7 +103,8 @@ class ImportanceWeights(Printable, eqx.Module):
     A sample is a token or a sequence too.
 
     Args:
-        weights: A weight for each token, in float32 and without a gradient; 0 where the mask is False.
+        weights: A weight for each token, in float32 and without a gradient; 0 where the mask is False. A NamedArray if the
+            log-probabilities are.
         mismatch: The tokens' log-probabilities compared, before anything is truncated or masked: `k3`,
             `multiplicative_error` and others.
         chi_squared: The mean of `r² - 1`, an estimate of the chi-squared divergence of training from the engine, before
@@ -113,7 +114,7 @@ class ImportanceWeights(Printable, eqx.Module):
         capped: The share of the samples whose ratio is above the cap.
     """
 
-    weights: Float32[Array, "..."] | hax.NamedArray
+    weights: Any
     mismatch: TokenMismatch
     chi_squared: Float32[Array, ""]
     effective_sample_size: Float32[Array, ""]
