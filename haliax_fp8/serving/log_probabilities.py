@@ -103,8 +103,8 @@ class ImportanceWeights(Printable, eqx.Module):
     A sample is a token or a sequence too.
 
     Args:
-        weights: A weight for each token, in float32 and without a gradient; 0 where the mask is False. A NamedArray if the
-            log-probabilities are.
+        weights: A weight for each token, in float32 and without a gradient; 0 where the mask is False. A NamedArray if
+            the log-probabilities are.
         mismatch: The tokens' log-probabilities compared, before anything is truncated or masked: `k3`,
             `multiplicative_error` and others.
         chi_squared: The mean of `r² - 1`, an estimate of the chi-squared divergence of training from the engine, before
