@@ -103,8 +103,8 @@ class ImportanceWeights(Printable, eqx.Module):
     A sample is a token or a sequence too.
 
     Args:
-        weights: A weight for each token, in float32 and without a gradient; 0 where the mask is False. A NamedArray if
-            the log-probabilities are.
+        weights: A weight for each token, in float32 and without a gradient; 0 where the mask is False. It is a
+            NamedArray if the log-probabilities are.
         mismatch: The tokens' log-probabilities compared, before anything is truncated or masked: `k3`,
             `multiplicative_error` and others.
         chi_squared: The mean of `r² - 1`, an estimate of the chi-squared divergence of training from the engine, before
@@ -179,10 +179,10 @@ def importance_weights(
 
     Example:
         >>> trained, sampled = jnp.log(jnp.array([[0.5, 0.9]])), jnp.log(jnp.array([[0.1, 0.6]]))
-        >>> importance_weights(trained, sampled, cap=2.0).weights
-        Array([[2. , 1.5]], dtype=float32)
-        >>> importance_weights(trained, sampled, level="sequence", kind="mask", cap=8.0).weights
-        Array([[7.5, 7.5]], dtype=float32)
+        >>> of_tokens = importance_weights(trained, sampled, cap=2.0)
+        >>> of_sequences = importance_weights(trained, sampled, level="sequence", kind="mask", cap=8.0)
+        >>> [[f"{weight:.2f}" for weight in found.weights[0]] for found in (of_tokens, of_sequences)]
+        [['2.00', '1.50'], ['7.50', '7.50']]
     """
     for name, value, known in (("level", level, ("token", "sequence")), ("kind", kind, ("truncate", "mask"))):
         if value not in known:
