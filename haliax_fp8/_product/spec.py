@@ -178,8 +178,11 @@ class ProductSpec:
     @functools.cached_property
     def residuals_in_high_precision(self) -> frozenset[OperandName]:
         """What the backward pass keeps unquantized: a kernel to quantize again, and what is in high precision."""
-        kernel = ["kernel"] if self.dgrad_kernel.is_quantized_late else []
-        return frozenset(kernel if self.recipe.uses["input", "wgrad"].scaling.quantizes else ["input", *kernel])
+        late: dict[OperandName, bool] = {
+            "input": not self.recipe.uses["input", "wgrad"].scaling.quantizes,
+            "kernel": self.dgrad_kernel.is_quantized_late,
+        }
+        return frozenset([operand for operand, is_late in late.items() if is_late])
 
     def takes_stored_scale(self, operand: OperandName, product: ProductName) -> bool:
         """Whether an operand is quantized with the scale that the state holds."""

@@ -89,6 +89,7 @@ class Residuals(NamedTuple):
         if operand not in spec.residuals_in_high_precision:
             quantized = from_residual(residual, operand, product, scales, spec)
         else:
+            assert not isinstance(residual, QuantizedArray | KernelOperand)
             if operand == "kernel":
                 residual = not_kept_from_forward(residual)
             x = round_to(residual, spec.compute_dtype)
