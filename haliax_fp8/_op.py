@@ -25,7 +25,7 @@ from ._product.kernel_for_products import KernelForProducts, dtype_of_scales, re
 from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
 from ._product.quantize_kernel import quantize_kernel
-from ._product.spec import KernelResidual, ProductSpec
+from ._product.spec import DgradKernel, KernelResidual, ProductSpec
 from ._state.op_state import AbstractOp, OpState, leading_axes, require_state, require_stored_scales
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import OPERAND_NAMES, Recipe
@@ -337,9 +337,8 @@ def _multiply(
     dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
     held = dtype_of_scales(None if op.state is None else op.state.table.array, op.recipe)
     require_fit(quantized, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales, scale_dtype=held)
-    spec = dataclasses.replace(
-        spec, quantized_kernel=jax.tree.structure(quantized), kernel_residual=KernelResidual.KEEP
-    )
+    dgrad_kernel = DgradKernel.of(op.kernel_residual, op.recipe, spec.contraction, stacked=spec.stacked, before=True)
+    spec = dataclasses.replace(spec, quantized_kernel=jax.tree.structure(quantized), dgrad_kernel=dgrad_kernel)
     return fp8_dot_general(input, kernel, record, spec, extras, key, quantized, out)
 
 
@@ -370,6 +369,5 @@ def _spec(
         stacked=stacked,
         index_among_sharers=None if state is None else state.index_among_sharers,
         ensemble=int(contraction.state_per_group),
-        kernel_residual=op.kernel_residual.decided(measures_again=recipe.measures_kernel_again, stacked=stacked),
-        may_keep_sent_kernel=op.kernel_residual is KernelResidual.REQUANTIZE_WHERE_CHEAP,
+        dgrad_kernel=DgradKernel.of(op.kernel_residual, recipe, contraction, stacked=stacked, before=False),
     )

@@ -1,4 +1,4 @@
-"""What the backward pass keeps of a kernel: its FP8 copy, or nothing, since the kernel itself is in memory anyway."""
+"""All that is static about a product, and where its dgrad gets the kernel from."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..recipes.recipe import SCALE_BITS, USES, OperandName, ProductName, Recipe
+from ..recipes.recipe import SCALE_BITS, OperandName, ProductName, Recipe
 from .contraction import AbstractContraction
 
 
@@ -55,6 +55,71 @@ class KernelResidual(enum.Enum):
         return self if stacked else KernelResidual.REQUANTIZE
 
 
+class DgradKernel(enum.Enum):
+    """Where the dgrad of one product gets its kernel from: what a `KernelResidual` comes to."""
+
+    HIGH_PRECISION = enum.auto()
+    """The kernel itself: dgrad does not quantize it."""
+
+    KEPT = enum.auto()
+    """What the forward pass quantized; a checkpoint may save it by its name."""
+
+    KEPT_UNLESS_RECOMPUTED = enum.auto()
+    """What the forward pass quantized, without a name: a checkpoint recomputes it."""
+
+    QUANTIZED_AGAIN = enum.auto()
+    """The kernel itself, quantized by the backward pass."""
+
+    QUANTIZED_AGAIN_UNLESS_SENT = enum.auto()
+    """The same; but what fprop reads, where devices would have to send the kernel a second time."""
+
+    QUANTIZED_BEFORE = enum.auto()
+    """The copy for dgrad of a kernel that was quantized before its products."""
+
+    QUANTIZED_BEFORE_UNLESS_SENT = enum.auto()
+    """The same; but what fprop reads, where devices would have to send the kernel a second time."""
+
+    @property
+    def is_quantized_late(self) -> bool:
+        """Whether the backward pass starts from the kernel itself."""
+        return self in _LATE
+
+    @property
+    def may_be_sent(self) -> bool:
+        """Whether what fprop reads is kept besides, for programs whose devices would send the kernel again."""
+        return self in (DgradKernel.QUANTIZED_AGAIN_UNLESS_SENT, DgradKernel.QUANTIZED_BEFORE_UNLESS_SENT)
+
+    @staticmethod
+    def of(
+        residual: KernelResidual, recipe: Recipe, contraction: AbstractContraction, *, stacked: bool, before: bool
+    ) -> "DgradKernel":
+        """The decision for one product.
+
+        Args:
+            residual: The choice of the layer.
+            recipe: How the kernel is quantized.
+            contraction: What is multiplied. Products of experts say themselves what their devices send.
+            stacked: Whether the layer is one of a stack.
+            before: Whether the kernel was quantized before its products.
+        """
+        scaling = recipe.uses["kernel", "dgrad"].scaling
+        if not scaling.quantizes:
+            return DgradKernel.HIGH_PRECISION
+        is_alike = "kernel" in recipe.quantized_once and not contraction.extras
+        may_be_sent = is_alike and residual is KernelResidual.REQUANTIZE_WHERE_CHEAP
+        if before:
+            return DgradKernel.QUANTIZED_BEFORE_UNLESS_SENT if may_be_sent else DgradKernel.QUANTIZED_BEFORE
+        decided = residual.decided(measures_again=recipe.measures_kernel_again, stacked=stacked)
+        if decided is not KernelResidual.REQUANTIZE:
+            return DgradKernel.KEPT if decided is KernelResidual.KEEP else DgradKernel.KEPT_UNLESS_RECOMPUTED
+        if may_be_sent and scaling.stores_scale:
+            return DgradKernel.QUANTIZED_AGAIN_UNLESS_SENT
+        return DgradKernel.QUANTIZED_AGAIN
+
+
+_LATE = (DgradKernel.HIGH_PRECISION, DgradKernel.QUANTIZED_AGAIN, DgradKernel.QUANTIZED_AGAIN_UNLESS_SENT)
+
+
 @dataclasses.dataclass(frozen=True)
 class ProductSpec:
     """All that is static about one FP8 product.
@@ -67,9 +132,7 @@ class ProductSpec:
         precision: The precision of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
         stacked: Whether the layer is one of a stack, from which a scan slices its state.
         index_among_sharers: Which one this is of the layers that share the scale of their input; None if it is alone.
-        kernel_residual: Whether the backward pass keeps the kernel's FP8 copy, or quantizes the kernel again.
-        may_keep_sent_kernel: Whether programs keep the FP8 copy of a kernel that is otherwise quantized again, if their
-            devices would have to send it again.
+        dgrad_kernel: Where dgrad gets its kernel from.
         quantized_kernel: The structure of the `KernelForProducts`, if the kernel was quantized before; else None.
         ensemble: How many leading axes of every array number independent members, each with its own state.
     """
@@ -81,8 +144,7 @@ class ProductSpec:
     precision: lax.Precision
     stacked: bool = False
     index_among_sharers: int | None = None
-    kernel_residual: KernelResidual = KernelResidual.KEEP
-    may_keep_sent_kernel: bool = False
+    dgrad_kernel: DgradKernel = DgradKernel.KEPT
     quantized_kernel: Any = None
     ensemble: int = 0
 
@@ -116,33 +178,11 @@ class ProductSpec:
     @functools.cached_property
     def residuals_in_high_precision(self) -> frozenset[OperandName]:
         """What the backward pass keeps unquantized: a kernel to quantize again, and what is in high precision."""
-        seconds = {x: self.recipe.uses[x, second] for x, (_, second) in USES.items()}
-        again = lambda x: x == "kernel" and self.kernel_residual is KernelResidual.REQUANTIZE
-        return frozenset([x for x in USES if again(x) or not seconds[x].scaling.quantizes])
-
-    @property
-    def rounds_kernel_at_random(self) -> bool:
-        """Whether random numbers decide how the kernel is rounded, for either of its products."""
-        return any(self.recipe.uses["kernel", product].rounding.needs_key for product in USES["kernel"])
-
-    @property
-    def keeps_kernel_copy(self) -> bool:
-        """Whether fprop and dgrad read the same FP8 kernel."""
-        return "kernel" in self.recipe.quantized_once and "kernel" not in self.residuals_in_high_precision
-
-    @property
-    def keeps_kernel_if_sent(self) -> bool:
-        """Whether a kernel that is quantized again, or was before, is kept in programs whose devices would send it
-        again.
-
-        Not of experts, whose products say themselves what their devices send.
-        """
-        is_alike = "kernel" in self.recipe.quantized_once and not self.contraction.extras
-        if not self.may_keep_sent_kernel or not is_alike:
-            return False
-        if self.quantized_kernel is not None:
-            return True
-        return self.kernel_residual is KernelResidual.REQUANTIZE and self.takes_stored_scale("kernel", "fprop")
+        late: dict[OperandName, bool] = {
+            "input": not self.recipe.uses["input", "wgrad"].scaling.quantizes,
+            "kernel": self.dgrad_kernel.is_quantized_late,
+        }
+        return frozenset([operand for operand, is_late in late.items() if is_late])
 
     def takes_stored_scale(self, operand: OperandName, product: ProductName) -> bool:
         """Whether an operand is quantized with the scale that the state holds."""

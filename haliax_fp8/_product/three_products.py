@@ -44,7 +44,7 @@ from .operands import (
     scales_of,
 )
 from .partition import kept_if_sent
-from .spec import KernelResidual, ProductSpec
+from .spec import DgradKernel, ProductSpec
 
 
 # What `_fprop` returns of an operand to keep; None for the operand itself.
@@ -87,9 +87,10 @@ class Residuals(NamedTuple):
         """Input or kernel as quantized for the backward pass."""
         residual = self.input if operand == "input" else self.kernel
         product = spec.recipe.quantized_for[operand, USES[operand][1]]
-        if isinstance(residual, QuantizedArray | StoredArray) or operand not in spec.residuals_in_high_precision:
+        if operand not in spec.residuals_in_high_precision:
             quantized = from_residual(residual, operand, product, scales, spec)
         else:
+            assert not isinstance(residual, QuantizedArray | StoredArray)
             if operand == "kernel":
                 residual = not_kept_from_forward(residual)
             x = round_to(residual, spec.compute_dtype)
@@ -129,10 +130,11 @@ def forward(
         rematerialized: Whether this is recomputed right before the backward pass.
     """
     sent_kernel = None
-    if spec.keeps_kernel_if_sent and not manual_axes():
+    if spec.dgrad_kernel.may_be_sent and not manual_axes():
         if quantized_kernel is None:
             sent_kernel = _kernel_to_send(kernel, record, key, spec=spec)
-        elif quantized_kernel.fprop is not None:
+        else:
+            assert quantized_kernel.fprop is not None
             sent_kernel = residual_array(quantized_kernel.fprop.values_of_data)
     out, quantized, packed = _fprop(
         input, kernel, extras, record, key, quantized_kernel, sent_kernel, spec=spec, differentiated=True
@@ -148,7 +150,7 @@ def forward(
         kernel = quantized_kernel.dgrad
     elif kernel_for_dgrad is not None:
         kernel = transposed_separately_on_one(kernel_for_dgrad)
-        if rematerialized and spec.kernel_residual is KernelResidual.KEEP:
+        if rematerialized and spec.dgrad_kernel is DgradKernel.KEPT:
             kernel = checkpoint_name(kernel, FP8_KERNEL)
     return checkpoint_name(out, FP8_OUTPUT), Residuals(input, kernel, packed, key, sent_kernel)
 
@@ -210,7 +212,8 @@ def _fprop(
         }
         if sent_kernel is not None and quantized_kernel is not None:
             quantized["kernel"] = dataclasses.replace(quantized["kernel"], data=sent_kernel)
-        if differentiated and quantized_kernel is None and spec.keeps_kernel_copy:
+        is_kept = spec.dgrad_kernel in (DgradKernel.KEPT, DgradKernel.KEPT_UNLESS_RECOMPUTED)
+        if differentiated and is_kept and "kernel" in spec.recipe.quantized_once:
             whole = quantized["kernel"]
             quantized["kernel"] = dataclasses.replace(whole, data=gathered_once(whole.data))
         if differentiated and "input" not in spec.residuals_in_high_precision and "input" in spec.recipe.quantized_once:

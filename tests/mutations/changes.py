@@ -34,8 +34,8 @@ CHANGES = (
     Change(
         "a kernel is quantized again without the compute dtype",
         "_product/three_products.py",
-        "x = round_to(residual, spec.compute_dtype)\n        quantized = quantize_operand(x, operand",
-        "x = residual\n        quantized = quantize_operand(x, operand",
+        "x = round_to(residual, spec.compute_dtype)",
+        "x = residual",
         ("test_kernel_residual.py",),
     ),
     Change(
@@ -103,15 +103,15 @@ CHANGES = (
     ),
     Change(
         "an expert without rows records a step",
-        "_product/three_products.py",
-        "amaxes = jnp.where(has_rows, amaxes, np.float32(-np.inf))",
-        "del has_rows",
+        "_product/grouped/members.py",
+        "return jnp.where(has_rows, recorded, np.float32(-np.inf))",
+        "return recorded",
         ("test_state_per_expert.py::test_each_expert_is_as_if_it_were_alone",),
     ),
     Change(
         "forward mode forgets the scales of experts",
         "_product/operands.py",
-        "return each_row_scaled(values, scale, FLOAT32)",
+        "return each_row_scaled(values, members.of_state(scales.operands[operand]), FLOAT32)",
         "return values",
         ("test_state_per_expert.py::test_forward_mode_has_the_scales_of_experts",),
     ),
@@ -257,8 +257,8 @@ CHANGES = (
     Change(
         "an operand is kept in high precision if fprop is",
         "_product/spec.py",
-        "for x, (_, second) in USES.items()",
-        "for x, (second, _) in USES.items()",
+        'self.recipe.uses["input", "wgrad"]',
+        'self.recipe.uses["input", "fprop"]',
         ("test_kernel_residual.py::test_an_input_is_kept_as_wgrad_takes_it",),
     ),
     Change(
@@ -862,9 +862,9 @@ CHANGES = (
     ),
     Change(
         "shares are of all members of an ensemble",
-        "recipes/scaling/measured.py",
-        "math.prod(x.shape[members.ensemble :])",
-        "math.prod(x.shape)",
+        "recipes/scaling/members.py",
+        "math.prod(shape[self.ensemble :])",
+        "math.prod(shape)",
         ("test_statistics.py::test_members_of_an_ensemble_are_measured_apart",),
     ),
     Change(
