@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import math
@@ -11,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jaxlib
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -326,7 +326,7 @@ class _Compiler:
             None if own is None else own(*args, device=self.device.hardware),
             _ASSUMPTIONS,
             jax.__version__,
-            jaxlib.__version__,
+            importlib.metadata.version("jaxlib"),
         )
         return hashlib.sha256(f"{decides!r}\n{traced.text(self.device)}".encode()).hexdigest()[:32]
 

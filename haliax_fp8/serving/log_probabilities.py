@@ -59,7 +59,7 @@ class TokenMismatch(Printable, eqx.Module):
         return _as_text(numbers, self.tokens)
 
 
-def _as_text(numbers: dict[str, Float32[Array, ""]], tokens: Float32[Array, ""] | None = None) -> Text:
+def _as_text(numbers: dict[str, Any], tokens: Any = None) -> Text:
     """Numbers with their names in one line, after the number of tokens."""
     if any(isinstance(x, Tracer) or not eqx.is_array(x) for x in (tokens, *numbers.values()) if x is not None):
         return Text("traced or abstract: no numbers")

@@ -179,7 +179,10 @@ def _accumulated(gradients: CustomGradientAccumulation) -> Any:
 
 
 class KernelQuantization(enum.Enum):
-    """How often a training step quantizes its kernels. The numbers are the same."""
+    """How often a training step quantizes its kernels. The quantized numbers are the same.
+
+    On several devices, XLA may add up dgrad in another order with `ONCE`, which changes last bits.
+    """
 
     IN_EACH_MICROBATCH = "in_each_microbatch"
     """Every product quantizes its kernel, and nothing is kept from one microbatch to the next."""

@@ -370,10 +370,10 @@ def test_a_class_of_ones_own():
 @pytest.mark.parametrize("layout", ["FP8_DYNAMIC", "MXFP8"])
 def test_a_class_of_ones_own_from_a_folder(layout, tmp_path):
     """Its kernel has the axes of its weight, `[in, out]`, while folders have `[out, in]`."""
-    config = Fp8Config(rules=(DenseRule(), *default_rules))
-    how = {"config": config, "quantized_layers": {Dense: lambda layer, kernel: QuantizedDense(kernel)}}
+    rules = (DenseRule(), *default_rules)
+    how = {"rules": rules, "quantized_layers": {Dense: lambda layer, kernel: QuantizedDense(kernel)}}
     layer, x, g = {"up": Dense(normal(0, 64, 32))}, normal(1, 5, 64), normal(2, 5, 32)
-    export_model(layer, tmp_path / "out", layout, config=config)
+    export_model(layer, tmp_path / "out", layout, rules=rules)
     plain, frozen, served = (
         import_model(tmp_path / "out", layer, weights=weights, **how)["up"]
         for weights in ("dequantized", "frozen", "served")
@@ -386,15 +386,17 @@ def test_a_class_of_ones_own_from_a_folder(layout, tmp_path):
     linear = import_model(tmp_path / "out", linear, weights="served")["up"]
     np.testing.assert_array_equal(served(x), jax.vmap(linear)(x))
     with pytest.raises(ValueError, match=r"up is a Dense, which has no.*quantized_layers.*weights='dequantized'"):
-        import_model(tmp_path / "out", layer, weights="frozen", config=config)
+        import_model(tmp_path / "out", layer, weights="frozen", rules=rules)
 
 
 @pytest.mark.parametrize("kind", ["linear", "experts", "embedding", "own"])
 def test_frozen_layers_compute_what_plain_ones_do(kind):
     """With their gradients to inputs, also where layers for inference have none."""
     x, sizes = hax.named(normal(1, 6, 64), (Rows, In)), hax.named(jnp.array([2, 0, 4]), Experts)
-    own = Fp8Config(rules=(DenseRule(), *default_rules))
-    how = {"config": own, "quantized_layers": {Dense: lambda layer, kernel: QuantizedDense(kernel)}}
+    how = {
+        "rules": (DenseRule(), *default_rules),
+        "quantized_layers": {Dense: lambda layer, kernel: QuantizedDense(kernel)},
+    }
     layer, call = {
         "linear": (hnn.Linear.init(In, Out, key=jax.random.key(0)), lambda layer, x: layer(x).array),
         "experts": (hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0)), lambda m, x: m(x, sizes).array),
@@ -461,7 +463,7 @@ def test_a_served_model_is_neither_converted_nor_restored_nor_trained():
         fp8_linear_layers(served)
     others = ("layers.0", "layers.2", "layers.3", "layers.4")
     assert fp8_linear_layers(served, exclude=others).layers[0] is served.layers[0]
-    with pytest.raises(ValueError, match=f"module was {layers}. Restore the.*serving.dequantize.model."):
+    with pytest.raises(ValueError, match=f"model was {layers}. Restore the.*serving.dequantize.model."):
         restore_linear_layers(served)
     with pytest.raises(ValueError, match=f"model was {layers}. Train the.*serving.dequantize.model."):
         TrainStep(lambda model, x: jax.vmap(model)(x).sum(), optax.sgd(0.1)).init(served)
