@@ -223,7 +223,8 @@ def _fprop(
         unshared_scale = quantized["kernel"].scale if scale is None else scale
         pair = _input_per_sharer(quantized["input"], unshared_scale, spec), quantized["kernel"]
         out = round_to(spec.batched.product("fprop", pair, extras, spec.precision, dtype, scale), spec.out_dtype)
-        if differentiated and not extras:
+        # Other scales are applied behind the product, by the launch that reads its result.
+        if differentiated and not extras and all(x.scale.size == 1 for x in pair):
             out = read_by_activation(out, input)
     if not differentiated:
         return out, (None, None), None
