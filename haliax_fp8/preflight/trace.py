@@ -256,8 +256,6 @@ def _before(site: Site, indices: list[int]) -> Site | None:
         # Some take several operands and return a tuple of the same length.
         several = indices and instruction.shape.dtype == "tuple" and len(instruction.operands) > 1
         return site.operands[indices.pop() if several else words.HANDED_ON[opcode]]
-    if opcode == words.SUBTRACT and _is_zero_or_nan(site.operands[1]):
-        return site.operands[0]
     if opcode in words.SCALES_AND_BOUNDS or opcode == words.SELECT:
         candidates = [operand for operand in site.operands[-2:] if not _is_broadcast(operand)]
         return candidates[0] if len(candidates) == 1 else None
@@ -301,20 +299,31 @@ def _is_broadcast(site: Site) -> bool:
         instruction = current.instruction
         if instruction.opcode in (words.BROADCAST, "constant", words.IOTA) or _is_number(instruction.shape):
             return True
+        if (scale := _beside_zero_or_nan(current)) is not None:
+            current = scale
+            continue
         if instruction.opcode in words.SCALES_AND_BOUNDS:
             return all(map(_is_broadcast, current.operands))
         current = _before(current, indices)
     return False
 
 
-def _is_zero_or_nan(site: Site) -> bool:
-    """Whether a value is `x - x`: our cast subtracts that, which makes infinities NaN."""
-    instruction = site.instruction
-    return instruction.opcode == words.SUBTRACT and len(set(instruction.operands)) == 1
+def _beside_zero_or_nan(site: Site) -> Site | None:
+    """The other operand, if `x - x` is added to it: our cast adds that to the divisor, which makes infinities NaN."""
+    if site.instruction.opcode != words.ADD:
+        return None
+    is_added = lambda operand: (
+        operand.instruction.opcode == words.SUBTRACT and len(set(operand.instruction.operands)) == 1
+    )
+    others = [operand for operand in site.operands if not is_added(operand)]
+    return others[0] if len(others) == 1 else None
 
 
 def _repeats_one_number(site: Site) -> bool:
     while not _is_number(site.instruction.shape):
+        if (scale := _beside_zero_or_nan(site)) is not None:
+            site = scale
+            continue
         if site.instruction.opcode not in {words.BROADCAST, words.TRANSPOSE, *words.COPIES}:
             return False
         site = site.operands[0]
