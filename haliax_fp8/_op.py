@@ -89,7 +89,7 @@ class Fp8DotGeneral(AbstractOp):
         skipped: What the conversion that made it left in high precision, for `describe`; None without a conversion.
 
     Raises:
-        ValueError: If `recipe`, `compute_dtype`, `kernel_shape` or `stack` is of another kind; when called, if operands
+        ValueError: If `recipe` or `compute_dtype` is of another kind; when called, if operands
             are not floating-point arrays, contracted axes differ in size, a key or the state is missing, or the state
             is that of several layers.
 
@@ -224,7 +224,7 @@ class Fp8DotGeneral(AbstractOp):
             ValueError: If operands or sizes do not fit, or the device has no grouped products in FP8 for the recipe.
 
         Returns:
-            The product; one scale serves the kernels of all groups.
+            The product; one scale serves the kernels of all groups, unless each has a state.
         """
         check_operands(lhs, rhs)
         check_groups(lhs, rhs, group_sizes)

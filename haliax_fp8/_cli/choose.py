@@ -42,19 +42,20 @@ def run_choose(options: argparse.Namespace) -> int:
     try:
         device, count = as_compilable(options.device), options.devices or math.prod((options.mesh or {}).values())
         recipes = _recipes(options.recipe, device.hardware)
+        most = options.tokens or 32768 * count
+        tokens = [most // part for part in (1, 2, 4) if most % part == 0]
         lists: dict[str, Any] = {"recipe": recipes, "recompute": (True, False), "mesh": _meshes(options.mesh, count)}
         if options.demo:
-            make, command = demo_choices(options)
+            make, command = demo_choices(options, min(tokens))
             del lists["mesh"]
         else:
             make, command = load_function(options.step), None
             lists = _taken(make, lists, options)
         require_compiler(options.device)
-        most = options.tokens or 32768 * count
         found = with_progress(
             lambda say: choose(
                 make,
-                tokens=[most // part for part in (1, 2, 4) if most % part == 0],
+                tokens=tokens,
                 recipes=lists.get("recipe"),
                 recompute=lists.get("recompute"),
                 meshes=lists.get("mesh"),
@@ -68,7 +69,8 @@ def run_choose(options: argparse.Namespace) -> int:
             )
         )
         # The module of a file that was loaded from its path has a name of our own.
-        name, lines = pathlib.Path((options.step or "").rpartition(":")[0]).stem, found.code
+        module, lines = (options.step or "").rpartition(":")[0], found.code
+        name = pathlib.Path(module).stem if module.endswith(".py") else module
         of_user = lambda choice: lines(choice).replace(f"from {make.__module__} ", f"from {name} ", 1)
         print(dataclasses.replace(found, code=command or of_user))
     finally:
@@ -80,6 +82,7 @@ def _taken(make: Callable[..., Any], lists: dict[str, Any], options: argparse.Na
     """The lists whose keywords the user's function takes."""
     takes = inspect.signature(make).parameters
     asked = {"tokens"} | {name for name in ("recipe", "mesh") if getattr(options, name) is not None}
+    asked |= {"recipe"} if options.exact else set()
     if missing := sorted(asked - {*takes}):
         raise UsageError(
             f"{options.step} does not take {', '.join(missing)} as --choose passes it; add it as a keyword"
@@ -105,10 +108,12 @@ def _meshes(mesh: dict[str, int] | None, count: int) -> list[dict[str, int]]:
     return [{"data": count // model, "model": model} for model in range(1, count + 1) if count % model == 0]
 
 
-def demo_choices(options: argparse.Namespace) -> tuple[Callable[..., tuple[Any, ...]], Callable[[Choice], str]]:
-    """What makes a demo's step from keywords, and the command that makes a choice's report."""
+def demo_choices(
+    options: argparse.Namespace, smallest: int
+) -> tuple[Callable[..., tuple[Any, ...]], Callable[[Choice], str]]:
+    """What makes a demo's step from keywords, `smallest` tokens at least, and the command that makes a choice's report."""
     demo, devices = demo_by_name(options.demo), options.devices or 1
-    length = options.length or 2048
+    length = options.length or min(2048, smallest)
     blocks = lambda recompute: "checkpointed" if recompute else "scan"
 
     def make(*, recipe: str | None, recompute: bool, tokens: int) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped
 
-from .._jax.xla import keep_cast
+from .._jax.xla import keep_cast, on_cpu
 from .casts import saturating_cast
 from .formats import FORMATS, Format
 from .rounding import Rotation
@@ -207,7 +207,7 @@ def divide_by(
         scale_bits: See `QuantizedArray`.
     """
     x = lax.convert_element_type(x, jnp.float32)
-    return QuantizedArray(_as_cast(cast)(lax.div(x, _divisors(x, scale))), scale, scale_bits=scale_bits)
+    return QuantizedArray(_as_cast(cast)(_divided(x, expand(scale, x.shape))), scale, scale_bits=scale_bits)
 
 
 def quantize_by(
@@ -248,18 +248,23 @@ def _format_or_cast(cast: Any) -> Any:
     return cast
 
 
-def _divisors(x: Float32[Array, "*shape"], scale: Float32[Array, "*blocks"]) -> Float32[Array, "*shape"]:
-    """The scale of each value, NaN for an infinite one: clipped, it would not show, and E4M3 has no infinity.
+def _divided(x: Float32[Array, "*shape"], scales: Float32[Array, "..."]) -> Float32[Array, "*shape"]:
+    """`x / scales`, NaN for an infinite value: clipped, it would not show, and E4M3 has no infinity.
 
     A finite value that overflows when it is scaled is clipped like any other.
     """
-    # `x - x` is 0 for finite values and NaN for others. XLA's GPU fusions of norms do not accept `is_finite`, so the
-    # cast after a norm would be a launch of its own; and a magnitude would be shared with the amax, which would split
-    # the fusion. In float32, like the scaled values: otherwise XLA would also store an activation computed in float32
-    # in bfloat16. Before the division: after it, XLA reads the rows of experts once more. In the divisor: on a CPU, XLA
-    # multiplies by the reciprocal of one divisor for all in some programs, so last bits would depend on what else a
-    # program computes.
-    return lax.add(expand(scale, x.shape), lax.sub(x, x))
+    # `x - x` is 0 for finite values and NaN for others; subtracted, so that -0 stays. XLA's GPU fusions of norms do
+    # not accept `is_finite`, so the cast after a norm would be a launch of its own; and a magnitude would be shared
+    # with the amax, which would split the fusion. In float32, like the scaled values: otherwise XLA would also store
+    # an activation computed in float32 in bfloat16. Before the division: after it, XLA reads the rows of experts once
+    # more. In the divisor on CPUs, where XLA multiplies by the reciprocal of one divisor for all in some programs, so
+    # that last bits depend on what else a program computes; elsewhere experts would take more launches.
+    return on_cpu(
+        lambda x, scales: lax.div(x, lax.add(scales, lax.sub(x, x))),
+        lambda x, scales: lax.div(lax.sub(x, lax.sub(x, x)), scales),
+        x,
+        scales,
+    )
 
 
 def _as_cast(cast: Format | Cast) -> Cast:

@@ -135,7 +135,7 @@ def forward(
             sent_kernel = _kernel_to_send(kernel, record, key, spec=spec)
         else:
             assert quantized_kernel.fprop is not None
-            sent_kernel = residual_array(quantized_kernel.fprop.values_of_data)
+            sent_kernel = quantized_kernel.fprop.values_of_data
     out, quantized, packed = _fprop(
         input, kernel, extras, record, key, quantized_kernel, sent_kernel, spec=spec, differentiated=True
     )

@@ -66,7 +66,7 @@ def with_leaves(tree: Any, values: list[Any]) -> Any:
 def former_names(tree: Any) -> dict[str, str]:
     """The names that data and scales of quantized layers had in earlier checkpoints, by those of today.
 
-    Scales of frozen experts have none: their axes were in another order.
+    Frozen experts have none: the axes of their scales were in another order.
     """
     former = {}
     for path, layer in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized_layer)[0]:

@@ -38,8 +38,8 @@ class CheckReport(Printable):
         faults: What is wrong; errors first.
         converter: If the layout is not supported here, which tool converts it; otherwise empty.
         in_four_bits: How many of the quantized weights are in four bits.
-        contents: The tensors by kind, with their formats and bytes; empty if the folder, or that of an adapter, was not
-            read as a model's.
+        contents: The tensors by kind, with their formats and bytes; empty for adapters and for folders
+            that could not be read.
         products: What is multiplied by what, in words; empty if the layout could not be read.
         reads_values: Whether the values of tensors were read.
     """
@@ -129,7 +129,7 @@ def check_folder(
         raise ValueError(f"directory={directory!r} is not a path; use check_folder('a/folder')")
     path = pathlib.Path(directory)
     if is_adapter(path):
-        return _adapter_report(path)
+        return _adapter_report(path, values)
     try:
         folder = TensorFolder.open(path, follow_links=follow_links)
     except BrokenCheckpoint as broken:
@@ -197,14 +197,14 @@ _GENERATION = "generation_config.json"
 _TOKENIZER = re.compile(r"tokenizer|tekken\.json|spiece\.model|sentencepiece|vocab\.")
 
 
-def _adapter_report(path: pathlib.Path) -> CheckReport:
+def _adapter_report(path: pathlib.Path, values: bool) -> CheckReport:
     """What is wrong with an adapter; whether it fits a base is seen when it is imported."""
     try:
         adapter = AdapterFolder.open(path)
     except BrokenCheckpoint as broken:
         return CheckReport(path, "", 0, 0, (_of_configuration(broken),))
-    faults = tuple(Fault(*found) for found in adapter.faults())
-    return CheckReport(path, adapter.name, 0, 2 * len(adapter.halves), faults)
+    faults = tuple(Fault(*found) for found in adapter.faults()) if values else ()
+    return CheckReport(path, adapter.name, 0, 2 * len(adapter.halves), faults, reads_values=values)
 
 
 def _without_layout(folder: TensorFolder, values: bool) -> Iterator[tuple[str, str, str, str]]:

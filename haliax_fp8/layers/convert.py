@@ -41,8 +41,8 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         ValueError: If the model has no layer that can be converted, or but for frozen ones none is left; if a pattern
             selects no layer (the nearest paths are listed, or the reasons of `FasterOn`), or `targets` names one that
             cannot be converted; if `serving.quantize_for_inference` made layers that are to be converted; if the
-            default device lacks the units for a recipe and `emulate` is False; or if `config` is not an `Fp8Config`, an
-            option is unknown, or both are given.
+            default device lacks the units for a recipe and `emulate` is False; or if `config` is not an `Fp8Config`, or
+            options are given too.
 
     Example:
         >>> In, Out = hax.Axis("in", 64), hax.Axis("out", 128)

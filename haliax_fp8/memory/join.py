@@ -100,9 +100,6 @@ def split_linear(joined: JoinedLinear) -> list[Linear]:
     Args:
         joined: The joined layers. For an ensemble of Haliax's layers, use `eqx.filter_vmap(split_linear)`.
 
-    Raises:
-        ValueError: If `joined` is not a `JoinedLinear`.
-
     Example:
         >>> layers = [eqx.nn.Linear(16, size, key=jax.random.key(size)) for size in (32, 8)]
         >>> trained = fp8_linear_layers(join_linear(layers))
@@ -121,7 +118,7 @@ _JOINED = "joined"
 
 def _check(layers: Any) -> None:
     if not layers:
-        raise ValueError("layers of join_linear are none; pass a sequence of them, such as [q, k, v]")
+        raise ValueError("layers of join_linear is empty; pass a sequence of them, such as [q, k, v]")
     for i, layer in enumerate(layers):
         if not isinstance(layer, hnn.Linear | eqx.nn.Linear) or not hasattr(layer.weight, "dtype"):
             what = f"layers[{i}] of join_linear is a {type(layer).__name__}"

@@ -11,7 +11,6 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -221,12 +220,14 @@ def choose(
     if chosen.peaks is None:
         raise ValueError(f"device={chosen.name!r} has no known peaks, so no times can be estimated; name another")
     available = _memory_of(chosen) if memory is None else memory
-    if recipes is not None and exact:
+    if exact:
+        if recipes is None:
+            raise ValueError("exact=True without recipes: list them, with None for bf16; only that is looked at")
         recipes = [recipe for recipe in recipes if recipe is None]
     lists = {"mesh": meshes, "recipe": recipes, "tokens": sorted(tokens), "recompute": recompute}
     for name, values in lists.items():
         if values is not None and not values:
-            why = ", because exact=True leaves None alone" if name == "recipe" and exact else ""
+            why = ", because exact=True keeps only None" if name == "recipe" and exact else ""
             raise ValueError(f"no {name} to choose from{why}; list some, or leave the argument out")
     given = {name: values for name, values in lists.items() if values is not None}
     compiler = _Compiler(make, chosen, devices, dict(compiler_options or {}), cache)
@@ -246,7 +247,7 @@ def choose(
             choice = compiler.figures(choice, available)
         except (ValueError, RuntimeError) as error:  # of a recipe, for example, that does not fit the device
             last = error
-            choice = dataclasses.replace(choice, reason=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            choice = dataclasses.replace(choice, reason=f"{type(error).__name__}: {str(error).partition('\n')[0]}")
         if choice.peak is not None and choice.peak > available:
             choice = dataclasses.replace(choice, reason=choice.reason or "does not fit")
         found.append(choice)
@@ -319,14 +320,14 @@ class _Compiler:
         own = getattr(step, "compiler_options", None)
         flags = XlaFlags.of_environment(platform=self.device.hardware.platform).values
         decides = (
-            self.device,
+            # Its description too, which is not in its text.
+            vars(self.device),
             dict(traced.mesh.shape),
             flags,
             self.options,
             None if own is None else own(*args, device=self.device.hardware),
             _ASSUMPTIONS,
-            jax.__version__,
-            importlib.metadata.version("jaxlib"),
+            *(importlib.metadata.version(package) for package in ("haliax-fp8", "jax", "jaxlib")),
         )
         return hashlib.sha256(f"{decides!r}\n{traced.text(self.device)}".encode()).hexdigest()[:32]
 

@@ -256,6 +256,8 @@ def _before(site: Site, indices: list[int]) -> Site | None:
         # Some take several operands and return a tuple of the same length.
         several = indices and instruction.shape.dtype == "tuple" and len(instruction.operands) > 1
         return site.operands[indices.pop() if several else words.HANDED_ON[opcode]]
+    if opcode == words.SUBTRACT and _is_zero_or_nan(site.operands[1]):
+        return site.operands[0]
     if opcode in words.SCALES_AND_BOUNDS or opcode == words.SELECT:
         candidates = [operand for operand in site.operands[-2:] if not _is_broadcast(operand)]
         return candidates[0] if len(candidates) == 1 else None
@@ -308,14 +310,17 @@ def _is_broadcast(site: Site) -> bool:
     return False
 
 
+def _is_zero_or_nan(site: Site) -> bool:
+    """Whether a value is `x - x`: our cast subtracts that, or adds it to the divisor, which makes infinities NaN."""
+    instruction = site.instruction
+    return instruction.opcode == words.SUBTRACT and len(set(instruction.operands)) == 1
+
+
 def _beside_zero_or_nan(site: Site) -> Site | None:
-    """The other operand, if `x - x` is added to it: our cast adds that to the divisor, which makes infinities NaN."""
+    """What `x - x` is added to."""
     if site.instruction.opcode != words.ADD:
         return None
-    is_added = lambda operand: (
-        operand.instruction.opcode == words.SUBTRACT and len(set(operand.instruction.operands)) == 1
-    )
-    others = [operand for operand in site.operands if not is_added(operand)]
+    others = [operand for operand in site.operands if not _is_zero_or_nan(operand)]
     return others[0] if len(others) == 1 else None
 
 

@@ -192,12 +192,16 @@ def importance_weights(
             f"cap={cap!r} of importance_weights must be at least 1, the weight of a token on which both agree; use one "
             "such as 2.0"
         )
+    if level == "token" and axis is not None:
+        raise ValueError(f"axis={axis!r} of importance_weights is that of a sequence; pass level='sequence' too")
     position = _position_of(axis, trained) if level == "sequence" else None
     change, counts = jax.lax.stop_gradient(_changes(trained, sampled, mask))
     if position is None:
         of_samples, is_sample = change, counts
     else:
-        of_samples = jnp.sum(change, axis=position, keepdims=True)
+        # What training cannot produce has weight 0, also if another token of it is one that the engine cannot.
+        is_impossible = jnp.any(change == -jnp.inf, axis=position, keepdims=True)
+        of_samples = jnp.where(is_impossible, -jnp.inf, jnp.sum(change, axis=position, keepdims=True))
         is_sample = jnp.any(counts, axis=position, keepdims=True)
     ratio = jnp.exp(of_samples)
     above = is_sample & (ratio > cap)

@@ -97,9 +97,9 @@ def served_kernel(
         block=None if quantized.block is None else quantized.block[bound.leading :],
         scale_bits=quantized.scale_bits,
     )
-    input_bits = None if input_scale is None else named(bits_of(input_scale))
+    stored_input = None if input_scale is None else named(bits_of(input_scale))
     dtype = np.dtype(bound.array.dtype)
-    return QuantizedKernel(stored, input_bits, layout, contracted, compute_dtype, dtype, _origin(layout))
+    return QuantizedKernel(stored, stored_input, layout, contracted, compute_dtype, dtype, _origin(layout))
 
 
 def _named_scale(

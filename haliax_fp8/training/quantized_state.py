@@ -132,7 +132,7 @@ def quantized_state(
         and the reverse.
 
     Raises:
-        ValueError: If an argument is not of its kind. `update`, if the state is not a `QuantizedState`.
+        ValueError: If `optimizer` is not one. `update`, if the state is not a `QuantizedState`.
 
     Example:
         >>> optimizer = quantized_state(optax.adamw(1e-3))

@@ -85,7 +85,7 @@ class TrainStep(eqx.Module):
 
     Raises:
         ValueError: If `quantize_kernels` is not a `KernelQuantization` or the name of one, `rules` is not a tuple of
-            rules, or another choice that would count as true is not a bool. When called: if another argument is not
+            rules, or `donate`, `has_aux` or `recompute_in_scans` is not a bool. When called: if another argument is not
             what it must be, `microbatches` does not divide a batch, `opt_state` belongs to another model, or model or
             `opt_state` were given to an earlier step with `donate=True`; if `key` is missing for `parameter_rounding`
             or is meant for `loss_fn`; if the model lacks its state, has quantized kernels or uncalibrated static

@@ -173,8 +173,9 @@ def _require_state_of(init: Callable[[Any], Any], params: Any, opt_state: Any, m
         model: The model.
     """
     expected = jax.eval_shape(init, params)
-    shapes = lambda tree: [(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)) for x in jax.tree.leaves(tree)]
-    arrays = eqx.filter(opt_state, eqx.is_array)
+    # A learning rate may have been replaced by a Python number since, and arrays by NumPy's.
+    shapes = lambda tree: [jnp.shape(x) for x in jax.tree.leaves(tree)]
+    arrays = eqx.filter(opt_state, eqx.is_array_like)
     if jax.tree.structure(arrays) == jax.tree.structure(expected) and shapes(arrays) == shapes(expected):
         return
     raise ValueError(

@@ -78,7 +78,8 @@ def test_weights_and_metrics_by_hand(level, kind, cap, weights, ess, chi_squared
     # The same for named arrays, whose axes may be in any order.
     axes = ("position", "batch")
     a, b, mask = (hax.named(x.T, axes) for x in (TRAINED, SAMPLED, COUNTS))
-    named = importance_weights(a, b, mask, level=level, kind=kind, cap=cap, axis="position")
+    axis = "position" if level == "sequence" else None
+    named = importance_weights(a, b, mask, level=level, kind=kind, cap=cap, axis=axis)
     np.testing.assert_allclose(named.weights.array.T, found.weights, rtol=1e-6)
     assert [axis.name for axis in named.weights.axes] == list(axes)
 
@@ -135,6 +136,7 @@ def test_bfloat16_is_compared_in_float32_and_weights_have_no_gradient():
         ({"cap": 0.5}, "cap=0.5.*at least 1"),
         ({"cap": float("nan")}, "cap=nan.*at least 1"),
         ({"level": "sequence", "axis": "position"}, "axis='position'.*for NamedArrays"),
+        ({"axis": "position"}, "axis='position'.*level='sequence' too"),
         ({"mask": jnp.ones((2, 3), int)}, "mask.*int.*mask != 0"),
     ],
 )

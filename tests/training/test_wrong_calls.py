@@ -100,7 +100,7 @@ WRONG = {
     "a list as batch": (lambda: fp8.calibrate(MODEL, of_two, [[X, X]]), "missing 1 .*argument: 'y'"),
     "a loss to measure": (lambda: fp8.quantization_statistics(loss, MODEL, X), "model is a function"),
     "a tuple to measure": (lambda: fp8.quantization_statistics(MODEL, of_two, (X, X)), "missing 1 .*argument: 'y'"),
-    "an array as loss": (lambda: fp8.describe(MODEL, loss_fn=X, batch=X), "object is not callable"),
+    "an array as loss": (lambda: fp8.describe(MODEL, X, X), "loss_fn is of type .*, but must be a function"),
     "no metrics": (lambda: training.require_finite_step(X[0, 0]), "has no attribute 'items'"),
     # Trees that do not belong together.
     "a part to accumulate": (lambda: fp8.accumulate_gradients(OVERWRITES, REST), "OpState.* different type"),
@@ -138,7 +138,7 @@ WRONG = {
             (PLAIN, "MLP"),
         )
     },
-    "a device": (lambda: fp8.describe(MODEL, "h100"), "config=h100 is not an Fp8Config"),
+    "a device": (lambda: fp8.describe(MODEL, "h100"), r"loss_fn is of type str.*describe\(model, config="),
     "a list of overrides": (lambda: fp8.Fp8Config(overrides=["up"]), "'list' object has no attribute 'items'"),
     "a pattern of one argument": (
         lambda: fp8.fp8_linear_layers(PLAIN, targets=lambda path: True),

@@ -31,7 +31,7 @@ class RowsInGroups(Members):
         self, measure: Measure, x: Float[Array, "*shape"], quantized: QuantizedArray
     ) -> Float[Array, "*members numbers parts"]:
         """What it finds of each row, zero beyond the last group: the rows are read once."""
-        of_rows = measure(x, quantized, x.ndim - 1)[..., 0]
+        of_rows = jnp.max(measure(x, quantized, x.ndim - 1), axis=-1)
         of_rows = jnp.where(used_rows(self.sizes, x.shape[-2]), of_rows, np.asarray(0.0, of_rows.dtype))
         leading = x.shape[: self.ensemble]
         return jnp.moveaxis(of_rows, -1, self.ensemble).reshape(*leading, of_rows.shape[-1], -1)
