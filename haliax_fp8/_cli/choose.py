@@ -111,7 +111,7 @@ def _meshes(mesh: dict[str, int] | None, count: int) -> list[dict[str, int]]:
 def demo_choices(
     options: argparse.Namespace, smallest: int
 ) -> tuple[Callable[..., tuple[Any, ...]], Callable[[Choice], str]]:
-    """What makes a demo's step from keywords, `smallest` tokens at least, and the command that makes a choice's report."""
+    """What makes a demo's step, of `smallest` tokens at least, and the command that makes a choice's report."""
     demo, devices = demo_by_name(options.demo), options.devices or 1
     length = options.length or min(2048, smallest)
     blocks = lambda recompute: "checkpointed" if recompute else "scan"
