@@ -170,7 +170,7 @@ PARTS = {
         ["3 tokens: mean 1, largest 1, k1 1, k3 0.368, ratio 2.72"],
     ),
     "a program": (step, ["1 products, 0.0% of the FLOPs in FP8 and 100.0% in f32", "bytes at the peak"]),
-    "a product": (lambda: step().products[0], ["8×8·8×8, f32 to f32", "1 runs, high precision"]),
+    "a product": (lambda: step().products[0], ["8×8·8×8, f32 to f32", "1 run, high precision"]),
 }
 
 

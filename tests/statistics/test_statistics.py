@@ -358,7 +358,7 @@ def test_layers_that_the_loss_does_not_reach_are_nan_and_do_not_enter_the_mean()
     reached, skipped = measured.ops.values()
     assert np.isfinite(reached.error).all() and np.isnan(skipped.error).all()
     assert np.isfinite(float(measured.saturation)) and "nan" not in str(measured)
-    assert "1: never called; describe(model, loss_fn=loss_fn" in str(measured)
+    assert "1: never called; describe(model, loss_fn, *batch" in str(measured)
 
 
 def test_a_model_without_ops_is_refused():

@@ -35,7 +35,7 @@ def in_group(group_sizes: Int[Array, "*members groups"], rows: int) -> Bool[Arra
     """Whether each row is in each group."""
     if group_sizes.ndim > 1:
         return jax.vmap(lambda sizes: in_group(sizes, rows))(group_sizes)
-    return _group_of_row(group_sizes, rows)[:, None] == jnp.arange(len(group_sizes))
+    return _group_of_row(group_sizes, rows)[:, None] == jnp.arange(len(group_sizes))[None]
 
 
 def of_each_row(
