@@ -137,7 +137,9 @@ FLOAT32 = eqx.nn.MLP(8, 8, 8, 1, key=KEY)
         ),
         (lambda: stochastic(optax.sgd(0.1)).init(FLOAT32), "parameter_rounding=.*float32.*cast_params"),
         (
-            lambda: apply_updates(FLOAT32, eqx.filter(FLOAT32, eqx.is_array), None, key=KEY),
+            lambda: apply_updates(
+                FLOAT32, *partition_for_grad_overwrite(eqx.filter(FLOAT32, eqx.is_array))[::-1], key=KEY
+            ),
             "key is for bfloat16 parameters.*float32.*cast",
         ),
         (
