@@ -36,8 +36,8 @@ def calls_users_function[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 def explained_by[**P, T](check: Callable[..., None]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A decorator, `calls_users_function` with checks of arguments that run only after an exception.
 
-    So the function computes, and says nothing of what Python and JAX refuse anyway: the checks have the words where
-    theirs would be cryptic. What would go unnoticed needs a check before.
+    What Python and JAX refuse clearly needs no check. These checks replace their errors where those would be cryptic,
+    and cost nothing in a call that succeeds. A mistake that raises nothing needs a check of its own, before the call.
 
     Args:
         check: Raises a ValueError with argument, value and remedy, or finds nothing. It gets the exception, and the

@@ -76,7 +76,7 @@ class AbstractContraction(abc.ABC):
     def members(
         self, operand: OperandName, shape: tuple[int, ...], extras: tuple[Array, ...], ensemble: int
     ) -> Members:
-        """Who has scales, and is measured, in an operand.
+        """The members of an operand: the parts that have a scale and an amax each.
 
         Args:
             operand: Which it is.

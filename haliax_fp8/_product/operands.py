@@ -106,7 +106,7 @@ def quantize_operand(
         product: The product.
         scales: What the state stores.
         key: What random rounding draws from.
-        members: Who has a scale.
+        members: Which parts of the operand have a scale each.
         spec: What is static about the product.
         quantized_kernel: The kernel, if it was quantized before.
     """

@@ -118,7 +118,7 @@ def layers(program: Program) -> Section:
 
 
 def _indented(name: str, prefix: str) -> Cell:
-    # What is no path breaks between words.
+    # Only a path is broken at its dots; other text is broken between words.
     return Text(f"  {name}" if prefix else name) if " " in name else DottedName(name, 2 if prefix else 0)
 
 
