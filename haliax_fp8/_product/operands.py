@@ -222,7 +222,7 @@ def measured_parts(
         x: The operand.
         quantized: What it was quantized to.
         operand: Which it is.
-        members: Who is measured.
+        members: Which parts of the operand are measured each.
         spec: What is static about the product.
         record: The scales. Inside `shard_map` each device measures its own part.
     """

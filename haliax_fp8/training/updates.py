@@ -268,7 +268,9 @@ def _is_state_or_missing(node: Any) -> bool:
 
 def _require_same_structure(module: Any, updates: Any, overwrites: Any) -> None:
     if others := [type(x).__name__ for x in jax.tree.leaves(updates) if not eqx.is_array_like(x)]:
-        raise ValueError(f"updates contain a {others[0]}, not only arrays; pass the updates that optimizer.update returned")
+        raise ValueError(
+            f"updates contain a {others[0]}, not only arrays; pass the updates that optimizer.update returned"
+        )
     for name, tree in (("updates", updates), ("overwrites", overwrites)):
         _require_structure_of(module, name, tree)
 

@@ -19,6 +19,7 @@ def test_our_own_engine(monkeypatch):
     rounds = rl_weight_sync.main(["--rounds", "3"])
     assert rounds[-1].reward > rounds[0].reward
     for each in rounds:
+        # The folder has training's scales, so in one layer the served model may even be equal.
         assert 0.0 <= float(each.static.mean) < float(each.dynamic.mean)
         # Rows are quantized one by one, so a sample has the same numbers token by token as all at once.
         np.testing.assert_array_equal(each.engine.mismatch.mean, each.dynamic.mean)
