@@ -252,7 +252,7 @@ CASES = {
         "hf_config={'a': nan} cannot be written as JSON",
     ),
     # The arguments of a step.
-    "a model for updates": (lambda: applied(updates=CONVERTED), "updates contain a .*; pass the updates that optimizer.update"),
+    "a model for updates": (lambda: applied(updates=CONVERTED), "updates contain a .*; pass the updates"),
     "negated overwrites": (
         # State that is still being computed is not waited for.
         lambda: applied(overwrites=jax.block_until_ready(jax.tree.map(jnp.negative, OVERWRITES))),
