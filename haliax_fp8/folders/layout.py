@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .._numerics import formats
-from .._numerics.checks import nearest
+from .. import formats
+from .._arguments import nearest
 from .four_bits import packed
 from .patterns import matcher
 from .scaled_matrix import ScaledMatrix, Unit

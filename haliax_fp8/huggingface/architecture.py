@@ -10,7 +10,7 @@ import haliax.nn as hnn
 from ..folders.config_keys import ELSEWHERE, Fields
 from ..folders.families import DEFAULTS, FAMILIES, Family
 from ..folders.folder import TensorFolder
-from ..models.adapters import require_merged
+from ..layers.checks import require_merged
 from ..models.feed_forward import JoinedSwiGlu, MixtureOfExperts, Mlp, SwiGlu, geglu, squared_relu, swiglu
 from ..models.rotary import LinearRope, Llama3Rope, LongRope, NtkRope, Rope, YarnRope
 from ..models.transformer import (

@@ -13,9 +13,7 @@ import numpy as np
 from jaxtyping import DTypeLike
 from rich.console import RenderableType
 
-from .._numerics.checks import require_bool
-from .._numerics.formats import E4M3, Format
-from .._op import Fp8DotGeneral
+from .._arguments import require_bool
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher, progress_of
 from .._tensor_names import is_embedding, is_head, is_router
@@ -35,12 +33,11 @@ from ..folders.scaled_matrix import (
     spread,
 )
 from ..folders.tensors import Tensor, fused_with, tensors_in
+from ..formats import E4M3, Format
+from ..layers import Fp8DotGeneral, LayerRule, default_rules
 from ..layers.checks import check_not_modified, require_layers, unrecorded_operands
-from ..layers.config import default_rules
-from ..layers.rule import LayerRule
 from ..layers.walk import Targets, as_patterns
-from ..recipes.recipe import SCALE_BITS, OperandName
-from ..recipes.scaling import AbstractScaling
+from ..recipes import SCALE_BITS, AbstractScaling, OperandName
 from .architecture import names_of
 from .description import description_of
 from .model import tensors_of, without_sharing

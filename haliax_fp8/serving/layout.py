@@ -4,8 +4,8 @@ import dataclasses
 import functools
 from typing import Any
 
-from .._numerics.checks import nearest, require
-from .._numerics.formats import E4M3, Format
+from .._arguments import nearest, require
+from ..formats import E4M3, Format
 from ..recipes.recipe import OperandName, Quantization, Recipe
 from ..recipes.scaling import (
     AbstractScaling,

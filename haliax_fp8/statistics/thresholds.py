@@ -6,7 +6,7 @@ import numbers
 
 from rich.table import Table
 
-from .._numerics.checks import require_integer
+from .._arguments import require_integer
 from .._printing import Printable, new_table
 
 
