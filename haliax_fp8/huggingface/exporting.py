@@ -35,7 +35,7 @@ from ..folders.scaled_matrix import (
 from ..folders.tensors import Tensor, fused_with, tensors_in
 from ..formats import E4M3, Format
 from ..layers import Fp8DotGeneral, LayerRule, default_rules
-from ..layers.checks import check_not_modified, require_layers, unrecorded_operands
+from ..layers.checks import check_not_modified, require_layers, require_merged, unrecorded_operands
 from ..layers.walk import Targets, as_patterns
 from ..recipes import SCALE_BITS, AbstractScaling, OperandName
 from .architecture import names_of
@@ -172,6 +172,7 @@ def export_model(
     """
     require_folder_name(directory, "export_model(model, directory)")
     require_layers(model, "export_model(model, directory)")
+    require_merged(model)
     if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes!r} must be a positive integer; 5 * 10**9 is usual")
     check_not_modified(model)
@@ -245,6 +246,7 @@ def serving_tensors(
         [('up.weight', 'float8_e4m3fn', (32, 64)), ('up.weight_scale', 'float32', (32, 1))]
     """
     require_layers(model, "serving_tensors(model, layout)")
+    require_merged(model)
     how = _How(names_of(model, names), dtype, bf16_scales, training_scales, targets, exclude, rules)
     tensors, _ = _to_write(model, as_layout(layout), how)
     pairs = (zip(tensor.specs, tensor.encoded(tensor.read()), strict=True) for tensor in tensors)

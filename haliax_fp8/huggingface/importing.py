@@ -27,7 +27,7 @@ from ..folders.scaled_matrix import ScaledMatrix
 from ..folders.tensors import Tensor, Values, tensors_in, with_each_expert
 from ..folders.whole_folder import faults_of_folder
 from ..layers import Kernel, LayerRule, default_rules, rebuilt
-from ..layers.checks import floating_dtype, require_layers, require_model
+from ..layers.checks import floating_dtype, require_layers, require_merged, require_model
 from ..models.transformer import Transformer
 from ..serving import dequantize, unstacked
 from ..serving.constructors import OF_MATRICES, Constructor, constructors_with
@@ -93,6 +93,7 @@ def import_model[M](
     """
     require_folder_name(directory, "import_model(directory, model)")
     require_layers(model, "import_model(directory, model)")
+    require_merged(model)
     weights = _weights(weights)
     folder = TensorFolder.open(directory, follow_links=follow_links)
     name_map, constructors = (
