@@ -15,7 +15,7 @@ from ..folders import (
     check_folder,
     convert_folder,
 )
-from ..folders.layout import PLAIN, named
+from ..layouts import PLAIN, named
 from .help_text import Paragraphs
 from .load import UsageError
 from .screen import fitted, on_error, screen

@@ -10,5 +10,4 @@ from .convert import (
     ScaleRounding as ScaleRounding,
     convert_folder as convert_folder,
 )
-from .layout import Layout as Layout
 from .strict_json import BrokenCheckpoint as BrokenCheckpoint

@@ -17,11 +17,12 @@ from rich.text import Text
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher
 from .._tensor_names import WEIGHT, is_head, is_linear, is_router
+from ..layouts import PLAIN, Layout, as_layout
 from .beside import copy_others, left_alone, with_dtype, write_config
 from .check import check_folder
 from .configuration import presented, read_layout
 from .folder import TensorFolder, new_folder, write_tensors
-from .layout import CACHE_SCALES, PLAIN, Layout, as_layout, require_quantizable
+from .layout import CACHE_SCALES, exponent_rounding, input_scale_names, require_quantizable
 from .scaled_matrix import (
     Rows,
     ScaledMatrix,
@@ -225,7 +226,7 @@ def _cache_name(name: str, layout: Layout, folder: TensorFolder) -> str:
 
 def _require_convertible(tensor: Tensor, layout: Layout, before: Layout | None, folder: TensorFolder) -> None:
     require_quantizable(tensor.name, tensor.shape, layout)
-    names = () if before is None else before.input_scale_names
+    names = () if before is None else input_scale_names(before)
     if layout.is_static and not any(f"{tensor.path}.{name}" in folder.tensors for name in names):
         raise ValueError(
             f"{tensor.path} has no scale for its input, which the layout needs; calibrate the model, or choose a "
@@ -275,7 +276,7 @@ def _converted(values: Values, new: Tensor, rounding: ScaleRounding, amax: Calla
                     block,
                     bf16_scales=rounding is not ScaleRounding.FLOAT32,
                     powers_of_two=rounding is ScaleRounding.POWER_OF_TWO,
-                    exponents=layout.exponent_rounding,
+                    exponents=exponent_rounding(layout),
                     format=layout.format,
                 )
             )

@@ -7,7 +7,6 @@ from ..folders import (
     Conversion,  # noqa: F401
     Converted,  # noqa: F401
     Fault,  # noqa: F401
-    Layout,  # noqa: F401
     NotSupported,  # noqa: F401
     ScaleRounding,  # noqa: F401
     check_folder,  # noqa: F401

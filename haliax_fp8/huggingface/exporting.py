@@ -22,7 +22,7 @@ from .._tensor_names import is_embedding, is_head, is_router
 from ..folders.beside import copy_others, left_alone, write_config
 from ..folders.check import check_folder
 from ..folders.folder import TensorFolder, new_folder, require_folder_name, write_tensors
-from ..folders.layout import PLAIN, Layout, as_layout, require_quantizable
+from ..folders.layout import require_quantizable
 from ..folders.scaled_matrix import (
     BF16,
     BF16_BITS,
@@ -39,6 +39,7 @@ from ..layers.checks import check_not_modified, require_layers, unrecorded_opera
 from ..layers.config import default_rules
 from ..layers.rule import LayerRule
 from ..layers.walk import Targets, as_patterns
+from ..layouts import PLAIN, Layout, as_layout
 from ..recipes.recipe import SCALE_BITS, OperandName
 from ..recipes.scaling import AbstractScaling
 from .architecture import names_of

@@ -23,7 +23,7 @@ from .._tensor_names import JOINED
 from ..folders.beside import EMBEDDING, HEAD, TIED
 from ..folders.checked import Checked, Fault
 from ..folders.folder import TensorFolder, require_folder_name
-from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES, Inputs
+from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES
 from ..folders.scaled_matrix import ScaledMatrix
 from ..folders.tensors import Tensor, Values, tensors_in, with_each_expert
 from ..folders.whole_folder import faults_of_folder
@@ -32,6 +32,7 @@ from ..layers.config import default_rules
 from ..layers.equinox import rebuilt
 from ..layers.kernel import Kernel
 from ..layers.rule import LayerRule
+from ..layouts import Layout
 from ..models.transformer import Transformer
 from ..serving.constructors import OF_MATRICES, Constructor, constructors_with
 from ..serving.for_inference import dequantize
@@ -253,15 +254,15 @@ def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, constructor
         plain_layer = site.rule.with_op(_with(layer, changes), None)
         if weights is Weights.FROZEN:
             return frozen_layer(plain_layer, leaf, matrices, constructors)
-        inputs = {checkpoint.inputs(name) for name, _ in leaf.tensors()}
-        if len(inputs) > 1:
-            ways = " and ".join(sorted(map(str, inputs)))
+        layouts = [checkpoint.layout(name) for name, _ in leaf.tensors()]
+        if len({layout.inputs for layout in layouts}) > 1:
+            ways = " and ".join(sorted({str(layout.inputs) for layout in layouts}))
             raise ValueError(
                 f"{site.place} has blocks or experts whose inputs are quantized in different ways ({ways}); import the "
                 "checkpoint dequantized, or into a model without stacks"
             )
         compute_dtype = None if op is None else op.compute_dtype
-        return served_layer(plain_layer, leaf, matrices, constructors, inputs.pop(), compute_dtype)
+        return served_layer(plain_layer, leaf, matrices, constructors, layouts[0], compute_dtype)
     return _with(layer, changes)
 
 
@@ -423,8 +424,8 @@ class _Checkpoint:
         near = ", ".join(nearest(wanted, list(self.tensors), 3)) or "none"
         raise ValueError(f"the checkpoint has no {wanted}; the nearest are {near}. {self.remedies.of_missing}")
 
-    def inputs(self, name: str) -> Inputs | None:
-        """How the inputs of a layer that was read are quantized.
+    def layout(self, name: str) -> Layout:
+        """The layout of a weight that was read with its scales.
 
         Args:
             name: Its weight's name in the model.
@@ -433,7 +434,8 @@ class _Checkpoint:
         layer, _, field = wanted.rpartition(".")
         parent, _, last = layer.rpartition(".")
         tensor = self.tensors.get(wanted) or self.tensors[f"{self._fused(parent, last, field)}.{field}"]
-        return None if tensor.layout is None else tensor.layout.inputs
+        assert tensor.layout is not None
+        return tensor.layout.of_one_layer
 
     def refuse_unused(self, read: Collection[str]) -> None:
         """Raises a ValueError if nothing reads a tensor of the checkpoint.

@@ -26,16 +26,17 @@ from ..layers.walk import (
     rule_of,
     unmatched_error,
 )
+from ..layouts import Layout
 from ..models.adapters import require_merged
 from .constructors import Constructor, constructors_with, quantized_layer
-from .layout import LayoutLike, as_layout
+from .layout import require_served
 from .of_training import served_kernel
 from .unstack import holds_quantized_layers, unstacked
 
 
 def quantize_for_inference[M](
     model: M,
-    layout: LayoutLike = "FP8",
+    layout: str | Layout = "FP8",
     *,
     targets: Targets | None = None,
     exclude: Targets = (),
@@ -67,7 +68,7 @@ def quantize_for_inference[M](
     Args:
         model: A model that trains in FP8, whose FP8 layers are quantized; or a plain model, whose linear layers are
             quantized except heads, embeddings, routers, and those that `eqx.nn.Shared` ties.
-        layout: The name of a layout, or a `ServedLayout`.
+        layout: The name of a layout, or a `layouts.Layout`.
         targets: The layers to quantize instead: patterns as in `fp8_linear_layers`; heads, embeddings and routers too.
         exclude: Layers to leave in high precision.
         unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same numbers and the
@@ -94,7 +95,7 @@ def quantize_for_inference[M](
     """
     require_layers(model, "quantize_for_inference(model, layout)")
     require_merged(model)
-    chosen = as_layout(layout)
+    chosen = require_served(layout)
     check_not_modified(model)
     constructors = constructors_with(quantized_layers, rules)
     selected = _selected(model, rules, targets, exclude)

@@ -24,7 +24,6 @@ from helpers import rounded_up
 from haliax_fp8 import Recipe, calibrate, fp8_linear_layers
 from haliax_fp8.folders.beside import write_config
 from haliax_fp8.folders.configuration import layout_of
-from haliax_fp8.folders.layout import Inputs, Layout, named as layouts
 from haliax_fp8.huggingface import (
     check_folder,
     export_model,
@@ -36,6 +35,7 @@ from haliax_fp8.huggingface import (
 )
 from haliax_fp8.huggingface.training_scales import quantized_as_in_training as quantized
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
+from haliax_fp8.layouts import Inputs, Layout, named as layouts
 from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig
 from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2FNUZ
 from haliax_fp8.recipes.scaling import (
@@ -91,8 +91,8 @@ def test_layouts_without_a_name_of_their_own_are_written_and_read(tmp_path):
     """Hugging Face's, with a scale for a tensor, other blocks, and powers of two."""
     model, dynamic = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0)), Inputs("group", size=64)
     unnamed = {
-        "fp8, tensor weights": Layout("fp8", "tensor", None, Inputs("tensor")),
-        "HF_FP8": Layout("fp8", "block", (64, 64), dynamic, exponents=True),
+        "fp8, tensor weights": Layout("tensor", Inputs("tensor"), method="fp8"),
+        "HF_FP8": Layout("block", dynamic, (64, 64), "fp8", exponents=True),
     }
     for name, layout in unnamed.items():
         report = export_model(model, tmp_path / name, layout)

@@ -18,7 +18,8 @@ FLOORS = (
     # The ground: JAX extended; numbers, printed tables.
     ("_jax",),
     ("_numerics", "_printing", "_tensor_names"),
-    # Folders of quantized weights, with NumPy alone.
+    # How weights are quantized for inference, and folders of such weights, with NumPy alone.
+    ("layouts",),
     ("folders",),
     ("devices",),
     # What becomes of a number: formats, scalings, recipes.
