@@ -27,7 +27,7 @@ from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES
 from ..folders.scaled_matrix import ScaledMatrix
 from ..folders.tensors import Tensor, Values, tensors_in, with_each_expert
 from ..folders.whole_folder import faults_of_folder
-from ..layers.checks import require_layers, require_model
+from ..layers.checks import require_layers
 from ..layers.config import default_rules
 from ..layers.equinox import rebuilt
 from ..layers.kernel import Kernel
@@ -35,7 +35,6 @@ from ..layers.rule import LayerRule
 from ..layouts import Layout
 from ..models.transformer import Transformer
 from ..serving.constructors import OF_MATRICES, Constructor, constructors_with
-from ..serving.for_inference import dequantize
 from ..serving.unstack import unstacked
 from .architecture import names_of, transformer_of
 from .fp8_layers import frozen_layer, served_layer
@@ -214,17 +213,6 @@ def load(
     cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype) if _is_floating(x) else x
     model = jax.tree.map(cast, model)
     return _imported(folder, model, names, _weights(weights), default_rules, OF_MATRICES, progress, _OF_LOAD)
-
-
-def thaw[M](model: M, dtype: DTypeLike = jnp.bfloat16) -> M:
-    """The model with plain layers in place of frozen ones: with weights that can be trained, or merged with adapters.
-
-    Args:
-        model: A model that `import_model` made, or a part of one.
-        dtype: The dtype of these weights.
-    """
-    require_model(model, "thaw(model)")
-    return dequantize(model, dtype)
 
 
 def _is_floating(x: Any) -> bool:

@@ -55,8 +55,9 @@ def quantize_for_inference[M](
     | `"MXFP8"` | blocks of 32, powers of two | blocks of 32, computed at run time |
     | `"W8A16"` | a scale for each output | high precision |
 
-    The names are those of `huggingface.export_model`. `"FP8_TENSOR"` and `"modelopt"` multiply as `"FP8"` does, and
-    `"HF_FP8"` as `"FP8_BLOCK"`: only their folders differ.
+    The names are those of `layouts.named`. The default has the numbers of training; that of `huggingface.export_model`,
+    `"FP8_DYNAMIC"`, needs no state of training and suits most engines. `"FP8_TENSOR"` and `"modelopt"` multiply as
+    `"FP8"` does, and `"HF_FP8"` as `"FP8_BLOCK"`: only their folders differ.
 
     A layer computes the same as in training with such scales, bit for bit. State, histories and high-precision copies
     are dropped, and it has no gradient. Stacks are unstacked into separate layers, because in a loop XLA copies FP8
