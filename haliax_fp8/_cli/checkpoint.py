@@ -4,18 +4,18 @@ import argparse
 import dataclasses
 import json
 import pathlib
-from typing import Any
+from typing import Any, get_args
 
 from ..folders import (
     BrokenCheckpoint,
     CheckReport,
     Conversion,
     NotSupported,
-    ScaleRounding,
     check_folder,
     convert_folder,
 )
-from ..folders.layout import PLAIN, named
+from ..folders.convert import ScalePrecision
+from ..layouts import PLAIN, named
 from .help_text import Paragraphs
 from .load import UsageError
 from .screen import fitted, on_error, screen
@@ -64,13 +64,13 @@ def add_parsers(commands: Any) -> None:
             "--to", required=True, choices=layouts, metavar="LAYOUT", help=f"one of {', '.join(layouts)}"
         )
         action.add_argument("--output", required=True, type=pathlib.Path, metavar="NEW", help="a new or empty folder")
-    rounding = [member.value for member in ScaleRounding]
+    precisions = get_args(ScalePrecision)
     convert.add_argument(
         "--scales",
-        choices=rounding,
+        choices=precisions,
         metavar="NAME",
         default="bfloat16",
-        help=f"how new scales are rounded: {', '.join(rounding)} (default: bfloat16)",
+        help=f"how precise new scales are: {', '.join(precisions)} (default: bfloat16)",
     )
     kinds = ("bfloat16", "float16", "float32")
     convert.add_argument(

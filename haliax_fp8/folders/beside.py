@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .._tensor_names import is_head
+from ..layouts import Layout
 from .folder import CONFIG, file_inside
-from .layout import KEY, MODELOPT, Layout
+from .layout import KEY, MODELOPT, config_files
 
 
 HEAD, EMBEDDING, TIED = "lm_head", "embed_tokens.weight", "tie_word_embeddings"
@@ -74,7 +75,7 @@ def write_config(folder: pathlib.Path, config: Mapping[str, Any], layout: Layout
         layout: The layout; None if nothing is quantized.
         ignore: What `left_alone` returned.
     """
-    of_layout, files = ({}, {}) if layout is None else layout.config_files(ignore)
+    of_layout, files = ({}, {}) if layout is None else config_files(layout, ignore)
     of_model = {name: value for name, value in config.items() if name not in (KEY, "compression_config")}
     for name, content in {**files, CONFIG: {**of_model, **of_layout}}.items():
         (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from .._tensor_names import WEIGHT, is_embedding, is_head, is_norm, is_table
+from ..layouts import Layout
 from .beside import TIED
 from .codes import Codes, count_codes, looked_through
 from .configuration import presented, read_layout
@@ -23,8 +24,11 @@ from .layout import (
     INPUT_SCALES,
     KEY,
     SCALES,
-    Layout,
     as_float32,
+    input_scale_names,
+    layout_of_layer,
+    scale_names,
+    scale_shapes,
 )
 from .patterns import matcher
 from .sizes import multiplies_by_norms, size_faults
@@ -189,7 +193,7 @@ class Checked:
 
     def _of_data(self, name: str, stored: Stored) -> Iterator[Fault]:
         layer, axes, bits = name.removesuffix(WEIGHT), len(stored.shape), bits_of(stored)
-        layout = None if self.layout is None else self.layout.of(layer)
+        layout = None if self.layout is None else layout_of_layer(self.layout, layer)
         remedy = f"dequantize {layer} with its scale and write it in bfloat16"
         if layout is None:
             wrong = (
@@ -239,21 +243,21 @@ class Checked:
 
     def _of_layer(self, layer: str, stored: Stored, layout: Layout, codes: Codes) -> Iterator[Fault]:
         """What is wrong with the scales of a weight in E4M3."""
-        name, scale_name = layer + WEIGHT, self.present(layer, layout.scale_names)
+        name, scale_name = layer + WEIGHT, self.present(layer, scale_names(layout))
         if is_embedding(layer) or is_norm(layer):
             problem = "its name is like that of an embedding or a norm, which engines read without scales"
             remedy = f"if it is a linear layer, do nothing; otherwise {_DEQUANTIZE}"
             yield self.fault(name, problem, remedy, is_error=False)
         if layout.is_static:
-            yield from self._of_input(self.present(layer, layout.input_scale_names), stored)
+            yield from self._of_input(self.present(layer, input_scale_names(layout)), stored)
         if (scale := self.tensors.get(scale_name)) is None:
-            names = " or ".join((scale_name, *layout.scale_names[1:]))
+            names = " or ".join((scale_name, *scale_names(layout)[1:]))
             problem = f"it is in {bits_of(stored)} and has no {names}: some engines take its bytes for the weights"
             yield self.fault(name, problem, "add the scale that multiplies it, or export the folder again")
             return
         # With `fp8`, exponents may be powers of two in float32, as DeepSeek-V3.1 has them.
         right = FLOATS if not layout.exponents else EXPONENTS + (FLOATS if layout.method == "fp8" else ())
-        shapes = layout.scale_shapes(stored.shape)
+        shapes = scale_shapes(layout, stored.shape)
         if layout.has_units and (found := self._of_unit(scale, stored)) is not None:
             yield found
         elif scale.dtype not in right:
@@ -262,7 +266,7 @@ class Checked:
                 scale_name, f"it is in {scale.shown}; its layout has {expected}", f"write it in {right[0].name}"
             )
         elif scale.shape not in shapes:
-            transposed = scale.shape in layout.scale_shapes((*stored.shape[:-2], *stored.shape[:-3:-1]))
+            transposed = scale.shape in scale_shapes(layout, (*stored.shape[:-2], *stored.shape[:-3:-1]))
             # Blocks of a transposed weight are those of a transposed scale: the sizes of the model decide.
             is_scale = scale.shape[-2:] == shapes[0][:-3:-1] and name not in self._misfits
             hint = "; it fits the transposed weight, which has to be [out, in]" if transposed and not is_scale else ""
@@ -359,7 +363,7 @@ class Checked:
     def _of_scale(self, name: str, stored: Stored) -> Iterator[Fault]:
         """What is wrong with a scale as such: whose it is, and its values."""
         layer, _, kind = name.rpartition(".")
-        weight, layout = self.tensors.get(layer + WEIGHT), self.layout and self.layout.of(layer)
+        weight, layout = self.tensors.get(layer + WEIGHT), self.layout and layout_of_layer(self.layout, layer)
         if kind in CACHE_SCALES:
             if stored.is_known and (found := self._bad_values(name, positive_or_absent=True)):
                 yield self.fault(name, *found)
@@ -370,7 +374,7 @@ class Checked:
             problem = f"it is a scale, and {layer}{WEIGHT} is in {weight.shown}, which has none"
             yield self.fault(name, problem, "remove the scale, or quantize the weight")
         elif layout is not None:
-            names = layout.input_scale_names if kind in INPUT_SCALES else layout.scale_names
+            names = input_scale_names(layout) if kind in INPUT_SCALES else scale_names(layout)
             if kind not in names:
                 yield self.fault(
                     name, f"engines look for {' or '.join(names)} in this layout", f"rename it to {layer}.{names[0]}"

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..formats import E2M1, E4M3
+from ..layouts import Inputs, Layout, named
 from . import four_bits
 from .folder import CONFIG, TensorFolder
-from .layout import COMPRESSED, KEY, MODELOPT, Inputs, Layout, named
+from .layout import KEY, MODELOPT
 from .strict_json import BrokenCheckpoint
 
 
@@ -41,7 +42,7 @@ def read_layout(folder: TensorFolder) -> Layout | None:
     found = layout_of(folder.config, folder.json_beside(MODELOPT))
     last = {stored.name.rpartition(".")[2] for stored in folder.tensors.values()}
     if found is None and "scale_weight" in last:
-        return Layout("scale_weight", "tensor", None, Inputs("tensor", "scale_input" not in last), targets=())
+        return Layout("tensor", Inputs("tensor", "scale_input" not in last), method="scale_weight", targets=())
     return found
 
 
@@ -135,19 +136,19 @@ def _hugging_face(found: Mapping[str, Any]) -> Layout:
         problem = "activation_scheme='static' with weight_block_size; blocks have dynamic inputs"
         raise _wrong(problem, "write 'dynamic'")
     inputs = Inputs("group", size=size[1]) if size else Inputs("tensor", not static)
-    return Layout("fp8", "block" if size else "tensor", size, inputs, exponents, _left_alone(found))
+    return Layout("block" if size else "tensor", inputs, size, "fp8", exponents, ignore=_left_alone(found))
 
 
 def _fbgemm(found: Mapping[str, Any]) -> Layout:
     bound = found.get("activation_scale_ub")
     if bound is not None and not (type(bound) in (int, float) and 0 < bound < math.inf):
         raise _wrong(f"activation_scale_ub is {bound!r:.40}", "it must be a positive number, or null for none")
-    return Layout("fbgemm_fp8", "channel", None, Inputs("token", bound=bound), ignore=_left_alone(found))
+    return Layout("channel", Inputs("token", bound=bound), method="fbgemm_fp8", ignore=_left_alone(found))
 
 
 def _gpt_oss(found: Mapping[str, Any]) -> Layout:
     how: dict[str, Any] = {"exponents": True, "format": E2M1, "targets": (_EXPERTS,), "ignore": _left_alone(found)}
-    return Layout("mxfp4", "group", (1, 32), None, **how)
+    return Layout("group", None, (1, 32), "mxfp4", **how)
 
 
 def _torchao(found: Mapping[str, Any]) -> Layout:
@@ -165,7 +166,7 @@ def _torchao(found: Mapping[str, Any]) -> Layout:
         raise NotSupported(f"torchao {kind!s:.60} {', '.join(sorted(map(str, grains)))}", _CONVERTERS["torchao"])
     of_rows = grains == {"PerRow"}
     inputs = None if weight_only else Inputs("token" if of_rows else "tensor")
-    return Layout("torchao", "channel" if of_rows else "tensor", None, inputs, ignore=_left_alone(found))
+    return Layout("channel" if of_rows else "tensor", inputs, method="torchao", ignore=_left_alone(found))
 
 
 def _left_alone(found: Mapping[str, Any]) -> tuple[str, ...]:
@@ -184,9 +185,9 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
 
 _MODELOPT = {
     "FP8": named["modelopt"],
-    "FP8_PER_CHANNEL_PER_TOKEN": Layout("modelopt", "channel", None, Inputs("token")),
-    "FP8_PB_WO": Layout("modelopt", "block", (128, 128), None),
-    "MXFP8": Layout("modelopt", "group", (1, 32), Inputs("group", size=32), exponents=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Layout("channel", Inputs("token"), method="modelopt"),
+    "FP8_PB_WO": Layout("block", None, (128, 128), "modelopt"),
+    "MXFP8": Layout("group", Inputs("group", size=32), (1, 32), "modelopt", exponents=True),
     "NVFP4": dataclasses.replace(named["NVFP4"], method="modelopt"),
     "W4A16_NVFP4": dataclasses.replace(named["NVFP4A16"], method="modelopt"),
 }
@@ -266,7 +267,7 @@ def _group(name: str, group: Any, format: str) -> Layout:
         inputs = Inputs(kind, bool(dynamic) and not is_local, of_group, E2M1 if bits == 4 else E4M3)
     if not (targets := _names(group, "targets")):
         raise _wrong(f"{where} has no targets; engines would quantize nothing", "set them to ['Linear']")
-    return Layout(COMPRESSED, strategy, size, inputs, exponents, targets=targets, format=E2M1 if in_four else E4M3)
+    return Layout(strategy, inputs, size, exponents=exponents, format=E2M1 if in_four else E4M3, targets=targets)
 
 
 _STRATEGIES = {

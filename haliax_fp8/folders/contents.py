@@ -7,11 +7,12 @@ from rich.table import Table
 from rich.text import Text
 
 from .._printing import new_table
+from ..layouts import Layout
 from .checked import is_quantized
 from .configuration import presented
 from .folder import TensorFolder
 from .four_bits import E2M1
-from .layout import CACHE_SCALES, FLOATS, SCALES, Layout
+from .layout import CACHE_SCALES, FLOATS, SCALES, scale_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ def contents_of(folder: TensorFolder, layout: Layout | None, *, is_read: bool) -
             kind = _IN_FOUR if stored.dtype == E2M1 else _WEIGHTS
         elif stored.dtype.kind in "iu":
             kind = _INTEGERS
-        if layout is not None and last in layout.scale_names:
+        if layout is not None and last in scale_names(layout):
             of_scales.add(stored.shown)
         found[kind] = Tensors(found[kind].count + len(stored.parts), found[kind].bytes + stored.bytes)
     formats = {_WEIGHTS: "E4M3", _IN_FOUR: "E2M1", _SCALES: _format_of_scales(layout, of_scales)}

@@ -1,13 +1,13 @@
 """convert_folder: a checkpoint in another layout, with the same numbers where that is possible."""
 
 import dataclasses
-import enum
 import functools
 import itertools
 import math
 import os
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -17,11 +17,12 @@ from rich.text import Text
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher
 from .._tensor_names import WEIGHT, is_head, is_linear, is_router
+from ..layouts import PLAIN, Layout, as_layout
 from .beside import copy_others, left_alone, with_dtype, write_config
 from .check import check_folder
 from .configuration import presented, read_layout
 from .folder import TensorFolder, new_folder, write_tensors
-from .layout import CACHE_SCALES, PLAIN, Layout, as_layout, require_quantizable
+from .layout import CACHE_SCALES, exponent_rounding, input_scale_names, require_quantizable
 from .scaled_matrix import (
     Rows,
     ScaledMatrix,
@@ -38,15 +39,7 @@ from .scaled_matrix import (
 from .tensors import Tensor, Values, fused_with, tensors_in
 
 
-class ScaleRounding(enum.Enum):
-    """How new scales are rounded; those that stay as they are do not change."""
-
-    FLOAT32 = "float32"
-    """Any number."""
-    BFLOAT16 = "bfloat16"
-    """Rounded up to bfloat16: engines that cast scales change nothing."""
-    POWER_OF_TWO = "power-of-two"
-    """Rounded up to a power of two: a product with one is exact in any dtype."""
+ScalePrecision = Literal["float32", "bfloat16", "power-of-two"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +108,7 @@ def convert_folder(
     destination: str | os.PathLike[str],
     layout: str | Layout,
     *,
-    scales: ScaleRounding | str = ScaleRounding.BFLOAT16,
+    scales: ScalePrecision = "bfloat16",
     dtype: DTypeLike = "bfloat16",
     shard_bytes: int = 5 * 10**9,
     follow_links: bool = False,
@@ -135,7 +128,8 @@ def convert_folder(
         directory: The folder, which has to be sound.
         destination: The new folder; new or empty.
         layout: As in `export_model`; `"BF16"` for plain weights.
-        scales: The rounding of new scales: `"float32"`, `"bfloat16"` or `"power-of-two"`.
+        scales: How precise new scales are: `"float32"`, any number; `"bfloat16"`, rounded up to those, so that engines
+            that cast them change nothing; `"power-of-two"`, so that a product with one is exact in any dtype.
         dtype: The dtype of plain weights: with `"float32"` they are `data * scale` as engines compute it in float32.
         shard_bytes: The most bytes of a file; more make several, and an index.
         follow_links: As in `check_folder`.
@@ -149,7 +143,9 @@ def convert_folder(
         ValueError: If the layout needs scales of inputs that the folder lacks, or the destination is not empty or
             cannot be made.
     """
-    chosen, kind, rounding = as_layout(layout), np.dtype(dtype), _rounding(scales)
+    chosen, kind = as_layout(layout), np.dtype(dtype)
+    if scales not in get_args(ScalePrecision):
+        raise ValueError(f"scales={scales!r} must be one of {', '.join(map(repr, get_args(ScalePrecision)))}")
     report = check_folder(directory, follow_links=follow_links, progress=progress)
     if report.errors:
         raise report.errors[0].error
@@ -173,7 +169,7 @@ def convert_folder(
             new = dataclasses.replace(tensor, layout=chosen, dtype=kind if chosen is None else chosen.format.dtype)
             # Engines have one scale of tensors for the layers that they fuse.
             of_all = functools.partial(amax, fused_with(name, tensors))
-            groups.append((new.specs, lambda old=tensor, new=new, amax=of_all: _made(old, new, rounding, found, amax)))
+            groups.append((new.specs, lambda old=tensor, new=new, amax=of_all: _made(old, new, scales, found, amax)))
         else:
             if tensor.is_weight and is_linear(tensor.path, len(tensor.shape)):
                 high.append(tensor.path)
@@ -190,14 +186,6 @@ def convert_folder(
             raise ValueError(f"the new folder would be broken, and was not written: {after.errors[0]}; report this")
     name = PLAIN if chosen is None else chosen.name
     return Conversion(pathlib.Path(destination), report.layout, name, tuple(found), copied, tuple(skipped))
-
-
-def _rounding(scales: ScaleRounding | str) -> ScaleRounding:
-    try:
-        return ScaleRounding(scales)
-    except ValueError:
-        options = ", ".join(repr(member.value) for member in ScaleRounding)
-        raise ValueError(f"scales={scales!r} must be one of {options}") from None
 
 
 def _converts(tensor: Tensor, layout: Layout | None, before: Layout | None, folder: TensorFolder) -> bool:
@@ -225,7 +213,7 @@ def _cache_name(name: str, layout: Layout, folder: TensorFolder) -> str:
 
 def _require_convertible(tensor: Tensor, layout: Layout, before: Layout | None, folder: TensorFolder) -> None:
     require_quantizable(tensor.name, tensor.shape, layout)
-    names = () if before is None else before.input_scale_names
+    names = () if before is None else input_scale_names(before)
     if layout.is_static and not any(f"{tensor.path}.{name}" in folder.tensors for name in names):
         raise ValueError(
             f"{tensor.path} has no scale for its input, which the layout needs; calibrate the model, or choose a "
@@ -238,7 +226,7 @@ type _Amax = Callable[[tuple[int, ...]], float]
 
 
 def _made(
-    old: Tensor, new: Tensor, rounding: ScaleRounding, found: list[Converted], amax: _Amax
+    old: Tensor, new: Tensor, precision: ScalePrecision, found: list[Converted], amax: _Amax
 ) -> Sequence[np.ndarray]:
     """The new tensors of a weight, one expert at a time; notes what became of it."""
     front, squares, arrays = old.shape[:-2], [], []
@@ -246,7 +234,7 @@ def _made(
         arrays = [np.empty(spec.shape, spec.dtype) for spec in new.specs]
     for index in itertools.product(*map(range, front)):
         before = old.read(index)
-        after = _converted(before, new, rounding, functools.partial(amax, index))
+        after = _converted(before, new, precision, functools.partial(amax, index))
         squares.append(_compared(before, after))
         if not front:
             arrays = new.encoded(after)
@@ -257,7 +245,7 @@ def _made(
     return arrays
 
 
-def _converted(values: Values, new: Tensor, rounding: ScaleRounding, amax: Callable[[], float]) -> Values:
+def _converted(values: Values, new: Tensor, precision: ScalePrecision, amax: Callable[[], float]) -> Values:
     """A matrix in a new layout, some rows at a time."""
     if (layout := new.layout) is None:
         made = np.empty(values.shape, new.dtype)
@@ -273,9 +261,9 @@ def _converted(values: Values, new: Tensor, rounding: ScaleRounding, amax: Calla
                 else quantized(
                     values,
                     block,
-                    bf16_scales=rounding is not ScaleRounding.FLOAT32,
-                    powers_of_two=rounding is ScaleRounding.POWER_OF_TWO,
-                    exponents=layout.exponent_rounding,
+                    bf16_scales=precision != "float32",
+                    powers_of_two=precision == "power-of-two",
+                    exponents=exponent_rounding(layout),
                     format=layout.format,
                 )
             )

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from ..layouts import Layout
 from .beside import EMBEDDING, HEAD, TIED
 from .folder import CONFIG, TensorFolder
-from .layout import FLOATS, KEY, Layout, as_float32
+from .layout import FLOATS, KEY, as_float32
 from .patterns import matcher
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from .._tensor_names import SAME_INPUT
+from ..layouts import Layout
 from .checked import is_quantized
 from .configuration import presented, read_layout
 from .folder import TensorFolder, TensorSpec
 from .four_bits import E2M1, TwoLevels
-from .layout import E4M3, INPUT_BOUND, SCALES, WEIGHT_SCALES, Layout, decode
+from .layout import E4M3, INPUT_BOUND, SCALES, WEIGHT_SCALES, arrays_of, decode, encode, layout_of_layer
 from .scaled_matrix import ScaledMatrix
 
 
@@ -63,7 +64,7 @@ class Tensor:
         if self.layout is None:
             return [TensorSpec(self.name, self.dtype, self.shape)]
         front, (rows, columns) = self.shape[:-2], self.shape[-2:]
-        found = self.layout.tensors((rows, columns)).items()
+        found = arrays_of(self.layout, (rows, columns)).items()
         name = lambda part: f"{self.path}.{part}".removeprefix(".")
         return [TensorSpec(name(part), dtype, (*front, *shape)) for part, (dtype, shape) in found]
 
@@ -73,7 +74,7 @@ class Tensor:
             assert isinstance(values, np.ndarray)
             return [values]
         assert isinstance(values, ScaledMatrix)
-        return list(self.layout.encode(values).values())
+        return list(encode(self.layout, values).values())
 
 
 def tensors_in(folder: TensorFolder) -> dict[str, Tensor]:
@@ -91,7 +92,7 @@ def tensors_in(folder: TensorFolder) -> dict[str, Tensor]:
     for name, stored in folder.tensors.items():
         if name.rpartition(".")[2] in (*SCALES, INPUT_BOUND):
             continue
-        of_layer = None if layout is None else layout.of(name.rpartition(".")[0])
+        of_layer = None if layout is None else layout_of_layer(layout, name.rpartition(".")[0])
         tensor = Tensor(name, stored.shape, stored.dtype, functools.partial(_read, folder, of_layer, name))
         if tensor.is_weight and stored.dtype in (E4M3, E2M1) and layout is None:
             problem = f"{name} is in {stored.shown}, and config.json of {folder.directory} has no quantization_config"

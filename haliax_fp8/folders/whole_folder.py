@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from .._printing.progress import Watcher, progress_of
 from .._tensor_names import SAME_INPUT, WEIGHT, is_head, is_linear, is_router
+from ..layouts import Layout
 from .beside import HEAD, has_tied_head
 from .checked import Checked, Fault, bits_of, is_quantized
 from .folder import CONFIG
 from .four_bits import TwoLevels
-from .layout import FLOATS, KEY, Layout
+from .layout import FLOATS, KEY, input_scale_names, layout_of_layer, scale_names
 from .model_keys import input_scales, model_faults
 from .patterns import REGEX, matcher
 from .sizes import size_faults
@@ -143,16 +144,16 @@ def _of_merged_layers(checked: Checked, layout: Layout) -> Iterator[Fault]:
                 problem = f"some of {what} are in {bits} and some are not; engines merge them"
                 yield checked.fault(first, problem, "quantize all of them, or add all to `ignore`")
             elif True in are_quantized:
-                if len({id(layout.of(partner)) for partner in partners}) > 1:
+                if len({id(layout_of_layer(layout, partner)) for partner in partners}) > 1:
                     problem = f"{what} are in different groups of config_groups; engines merge them"
                     yield checked.fault(first, problem, "quantize all of them in one layout")
                 else:
-                    yield from _of_partners(checked, layout.of(partners[0]), partners, first, what)
+                    yield from _of_partners(checked, layout_of_layer(layout, partners[0]), partners, first, what)
 
 
 def _of_input_scales(checked: Checked, layout: Layout) -> Iterator[Fault]:
     """Scales of inputs that are far from all others: of a large model with outliers, or wrong."""
-    names = [name for name in checked.tensors if name.rpartition(".")[2] in layout.input_scale_names]
+    names = [name for name in checked.tensors if name.rpartition(".")[2] in input_scale_names(layout)]
     stored = [name for name in names if checked.tensors[name].dtype in FLOATS and checked.tensors[name].bytes]
     scales = {name: float(checked.value(name).max()) for name in stored}
     scales = {name: scale for name, scale in scales.items() if 0 < scale < math.inf}
@@ -175,8 +176,8 @@ def _of_units(checked: Checked, partners: list[str], first: str, what: str) -> I
 def _of_partners(checked: Checked, layout: Layout, partners: list[str], first: str, what: str) -> Iterator[Fault]:
     if layout.has_units:
         yield from _of_units(checked, partners, first, what)
-    kinds = [layout.scale_names] if layout.strategy == "tensor" else []
-    kinds += [layout.input_scale_names] if layout.is_static else []
+    kinds = [scale_names(layout)] if layout.strategy == "tensor" else []
+    kinds += [input_scale_names(layout)] if layout.is_static else []
     for kind in kinds:
         names = [checked.present(partner, kind) for partner in partners]
         stored = [checked.tensors.get(name) for name in names]
@@ -184,13 +185,13 @@ def _of_partners(checked: Checked, layout: Layout, partners: list[str], first: s
             continue
         scales = [float(checked.value(name).reshape(())) for name in names]
         factor = max(scales) / min(scales) if min(scales) > 0 else 0
-        if kind == layout.input_scale_names and _SAME_INPUT_FACTOR <= factor < math.inf:
+        if kind == input_scale_names(layout) and _SAME_INPUT_FACTOR <= factor < math.inf:
             far, last = names[scales.index(max(scales))], names[0].rpartition(".")[2]
             problem = f"{last} of {what} differ by a factor of {factor:.0f}, although they have one input"
             yield checked.fault(far, problem, "calibrate the input again: amax / 448")
         elif len(set(scales)) > 1 and all(map(math.isfinite, scales)):
             problem = f"{names[0].rpartition('.')[2]} of {what} differ: engines that merge them quantize again"
-            is_weight = kind == layout.scale_names
+            is_weight = kind == scale_names(layout)
             remedy = "convert to FP8" if layout.is_static else "convert to FP8_DYNAMIC"
             remedy = f"{remedy}, which has a scale for each row" if is_weight else "give all of them the largest"
             yield checked.fault(first, f"{problem}, with the largest", remedy, is_error=False)

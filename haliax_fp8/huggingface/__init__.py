@@ -7,9 +7,7 @@ from ..folders import (
     Conversion,  # noqa: F401
     Converted,  # noqa: F401
     Fault,  # noqa: F401
-    Layout,  # noqa: F401
     NotSupported,  # noqa: F401
-    ScaleRounding,  # noqa: F401
     check_folder,  # noqa: F401
     convert_folder,  # noqa: F401
 )
@@ -17,5 +15,5 @@ from . import names as names
 from .adapter import export_adapter as export_adapter, import_adapter as import_adapter
 from .architecture import hugging_face_config as hugging_face_config
 from .exporting import ExportReport as ExportReport, export_model as export_model, serving_tensors as serving_tensors
-from .importing import Weights as Weights, import_model as import_model, load as load, thaw as thaw
+from .importing import Weights as Weights, import_model as import_model, load as load
 from .names import NameMap as NameMap

@@ -20,7 +20,7 @@ from .._tensor_names import is_embedding, is_head, is_router
 from ..folders.beside import copy_others, left_alone, write_config
 from ..folders.check import check_folder
 from ..folders.folder import TensorFolder, new_folder, require_folder_name, write_tensors
-from ..folders.layout import PLAIN, Layout, as_layout, require_quantizable
+from ..folders.layout import exponent_rounding, require_quantizable
 from ..folders.scaled_matrix import (
     BF16,
     BF16_BITS,
@@ -37,6 +37,7 @@ from ..formats import E4M3, Format
 from ..layers import Fp8DotGeneral, LayerRule, default_rules
 from ..layers.checks import check_not_modified, require_layers, require_merged, unrecorded_operands
 from ..layers.walk import Targets, as_patterns
+from ..layouts import PLAIN, Layout, as_layout
 from ..recipes import SCALE_BITS, AbstractScaling, OperandName
 from .architecture import names_of
 from .description import description_of
@@ -314,8 +315,8 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
             named = dataclasses.replace(named, read=read, layout=layout)
         elif tensor.layer is not None:
             raise ValueError(
-                f"{tensor.path} is in FP8 in the model and would be written in high precision; thaw the model first, "
-                "or choose a layout that has it in FP8"
+                f"{tensor.path} is in FP8 in the model and would be written in high precision; export "
+                "serving.dequantize(model), or choose a layout that has it in FP8"
             )
         tensors.append(named)
     all_names = Counter(tensor.name for tensor in tensors)
@@ -363,8 +364,8 @@ def _require_quantizable(tensor: Tensor, layout: Layout) -> None:
     """Raises a ValueError if a layout cannot hold a layer's weight, as far as that is known before it is read."""
     if tensor.layer is not None and tensor.dtype != layout.format.dtype:
         raise ValueError(
-            f"{tensor.path} is in {tensor.dtype} in the model, and the layout has {layout.format.dtype}; make it plain "
-            "with serving.dequantize or huggingface.thaw, and export that, which quantizes it again"
+            f"{tensor.path} is in {tensor.dtype} in the model, and the layout has {layout.format.dtype}; export "
+            "serving.dequantize(model), which quantizes it again"
         )
     if layout.is_static and not _has_input_scale(tensor):
         raise ValueError(
@@ -425,18 +426,18 @@ def _quantized(
         if (finer := spread(values, block)) is None:
             raise ValueError(
                 f"{tensor.path} is in FP8 in blocks of {values.block}, which the layout's blocks of {block} cannot "
-                "hold; choose the layout that it was imported from, or thaw the model to quantize it again"
+                "hold; choose the layout that it was imported from, or export serving.dequantize(model)"
             )
         if layout.exponents and not are_exponents(finer.scale):
             raise ValueError(
                 f"{tensor.path} has scales that the layout cannot store: it takes powers of two, 2**-127 or larger. "
-                "Choose the layout that it was imported from, or make the model plain to quantize it again"
+                "Choose the layout that it was imported from, or export serving.dequantize(model)"
             )
         if layout.has_units:
             if (two := in_two_levels(finer)) is None:
                 raise ValueError(
                     f"{tensor.path} has one level of scales in the model, and the layout two; choose the layout that "
-                    "it was imported from, or thaw the model to quantize it again"
+                    "it was imported from, or export serving.dequantize(model)"
                 )
             finer = two
         return dataclasses.replace(finer, input_scale=values.input_scale if layout.is_static else None)
@@ -454,7 +455,7 @@ def _quantized(
                 stored=_stored(tensor, "kernel", layout.format) if is_trained else None,
                 scale_bits=bits["kernel"],
                 bf16_scales=how.bf16_scales,
-                exponents=layout.exponents,
+                exponents=exponent_rounding(layout),
                 format=layout.format,
             )
         )

@@ -8,13 +8,13 @@ import haliax.nn as hnn
 import numpy as np
 
 from ..folders.four_bits import E2M1, packed
-from ..folders.layout import Inputs
 from ..folders.scaled_matrix import ScaledMatrix, Unit, are_exponents
-from ..formats import FORMATS
 from ..layers import AbstractQuantizedLayer, axes_of, with_names_of_stacks
+from ..layouts import Layout
 from ..recipes import AbstractScaling, BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling, StaticScaling
-from ..serving import QuantizedKernel, ServedLayout, StoredArray
+from ..serving import QuantizedKernel, StoredArray
 from ..serving.constructors import Constructor, quantized_layer
+from ..serving.layout import scaling_of_kernel, why_not_served
 from .model import Leaf, plain, uncopied
 
 
@@ -131,7 +131,7 @@ def _with_kernel(
     constructors: Mapping[type, Constructor],
     stored: StoredArray[hax.NamedArray],
     of_inputs: np.ndarray | None,
-    layout: ServedLayout | None,
+    layout: Layout | None,
     compute_dtype: np.dtype | None,
 ) -> AbstractQuantizedLayer:
     """The layer with data and scales instead of its weight."""
@@ -159,7 +159,7 @@ def served_layer(
     leaf: Leaf,
     found: Found,
     constructors: Mapping[type, Constructor],
-    inputs: Inputs | None,
+    layout: Layout,
     compute_dtype: np.dtype | None,
 ) -> AbstractQuantizedLayer:
     """The layer with the kernels of a checkpoint instead of its weight, data and scales as they are.
@@ -169,7 +169,7 @@ def served_layer(
         leaf: Its weight.
         found: The matrices.
         constructors: What makes it, by class.
-        inputs: How the checkpoint says that inputs are quantized; None if they are not.
+        layout: The checkpoint's layout of it.
         compute_dtype: The dtype that its product computes in, if the layer says so.
 
     Raises:
@@ -177,26 +177,19 @@ def served_layer(
     """
     path = str(leaf.site.place)
     first, data, scales, of_inputs = _stacked(leaf, found)
-    if first.data.dtype == E2M1:
-        raise ValueError(f"{path} is in four bits, and no product for inference takes these; {_OTHERWISE}")
-    if inputs is not None and inputs.bound is not None:
-        raise ValueError(
-            f"{path} clips inputs at activation_scale_ub={inputs.bound:g}, which no product of this package does; "
-            f"convert the folder to FP8_DYNAMIC, which does not clip, or {_OTHERWISE}"
-        )
-    is_static = inputs is not None and not inputs.dynamic
-    if is_static and of_inputs is None:
+    scaling = _scaling(path, scales, first, layout)
+    if layout.is_static and of_inputs is None:
         raise ValueError(f"the checkpoint says that the input of {path} is static, but has no scale for it")
-    of_inputs = of_inputs if is_static else None
+    of_inputs = of_inputs if layout.is_static else None
     experts, leading = _experts(leaf)
-    scaling = _scaling(path, scales, first, inputs)
-    scales = scales[..., :1, :1] if isinstance(scaling, StaticScaling) else scales
+    is_whole = isinstance(scaling, StaticScaling | CurrentScaling)
+    scales = scales[..., :1, :1] if is_whole else scales
     per_expert = False
     if experts:
         axes = tuple(range(leading, leading + experts))
         differ = lambda x: x is not None and bool((x != x.max(axes, keepdims=True)).any())
         any_differ = differ(scales) or differ(of_inputs)
-        per_expert = any_differ and is_static and isinstance(scaling, StaticScaling)
+        per_expert = any_differ and layout.is_static and is_whole
         if of_inputs is not None and not per_expert:
             if differ(of_inputs):
                 raise ValueError(
@@ -204,12 +197,11 @@ def served_layer(
                     f"which no grouped product takes; {_OTHERWISE}"
                 )
             of_inputs = of_inputs[(..., *(0,) * experts)]
-        if any_differ and not per_expert and isinstance(scaling, StaticScaling):
+        if any_differ and not per_expert and is_whole:
             # Of dynamic inputs rows have scales, and so have the rows of kernels: equal ones in each expert.
             scaling = RowwiseScaling(power_of_two=_powers(scales))
             scales = np.broadcast_to(scales, (*data.shape[:-1], 1))
-    layout = _served_layout(path, scaling, _powers(scales), inputs, first.data.dtype)
-    if experts and layout.input is None:
+    if experts and layout.inputs is None:
         raise ValueError(
             f"{path} multiplies each row by the kernel of its expert. There is no such product of an input in high "
             "precision and kernels stored in FP8: import with weights='dequantized' or weights='frozen'"
@@ -217,7 +209,7 @@ def served_layer(
 
     block, bits = None, _bits(scales)
     match scaling:
-        case StaticScaling():
+        case StaticScaling() | CurrentScaling():
             # One for each layer, or for each expert.
             bits = np.array(bits[..., 0, 0] if per_expert else bits[(..., *(0,) * experts, 0, 0)])
         case BlockScaling():
@@ -228,46 +220,20 @@ def served_layer(
     return _with_kernel(layer, leaf, constructors, stored, of_inputs, layout, compute_dtype)
 
 
-def _served_layout(
-    path: str, scaling: AbstractScaling, powers: bool, inputs: Inputs | None, format: np.dtype
-) -> ServedLayout:
-    """How the layer multiplies. As in the recipes of training: where weights have powers of two, inputs do."""
-    of_input = None
-    if inputs is not None:
-        match inputs.strategy, inputs.dynamic:
-            case ("tensor", False):
-                of_input = StaticScaling()
-            case ("tensor", True):
-                of_input = CurrentScaling()
-            case ("token", _):
-                of_input = RowwiseScaling(power_of_two=powers)
-            case _ if isinstance(scaling, MXFP8Scaling):
-                of_input = MXFP8Scaling()
-            case _:
-                of_input = BlockScaling(inputs.size, power_of_two=powers)
-    try:
-        return ServedLayout(scaling, of_input, FORMATS[format])
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be served as it is: {error}; {_OTHERWISE}") from None
-
-
-def _scaling(path: str, scales: np.ndarray, first: ScaledMatrix, inputs: Inputs | None) -> AbstractScaling:
-    """How a kernel was quantized, as far as a product has to know."""
+def _scaling(path: str, scales: np.ndarray, first: ScaledMatrix, layout: Layout) -> AbstractScaling:
+    """How a kernel was quantized, as far as a product has to know; raises a ValueError if none takes such scales."""
+    if why := why_not_served(layout):
+        raise ValueError(f"{path} cannot be served as it is: {why}; {_OTHERWISE}")
     (height, width), (rows, columns) = first.block, first.data.shape
-    if inputs is not None and inputs.strategy == "group":
-        if (height, width, inputs.size) == (1, 32, 32) and are_exponents(scales):
-            return MXFP8Scaling()
-        if height == width:
-            return BlockScaling(width, square=True, power_of_two=_powers(scales))
-    elif (height, width) == (rows, columns):
-        return StaticScaling()
-    elif height == 1 and width >= columns:
-        is_static = inputs is not None and not inputs.dynamic
-        # Rows of equal scales, as engines want them, are one scale again: one product with one scale.
-        if is_static and (scales == scales[..., :1, :1]).all():
-            return StaticScaling()
-        return RowwiseScaling(power_of_two=_powers(scales))
-    raise ValueError(f"{path} has scales for blocks of {first.block}, which no product takes; {_OTHERWISE}")
+    is_whole = (height, width) == (rows, columns)
+    is_of_rows = height == 1 and width >= columns
+    in_blocks = layout.strategy in ("block", "group")
+    if first.block != layout.size if in_blocks else not (is_whole or is_of_rows):
+        raise ValueError(f"{path} has scales for blocks of {first.block}, which no product takes; {_OTHERWISE}")
+    # Rows of equal scales, as engines want them, are one scale again: one product with one scale.
+    is_one = layout.is_static and (scales == scales[..., :1, :1]).all()
+    is_whole = not in_blocks and (is_whole or bool(is_one))
+    return scaling_of_kernel(layout, is_whole=is_whole, power_of_two=_powers(scales))
 
 
 def _powers(scales: np.ndarray) -> bool:

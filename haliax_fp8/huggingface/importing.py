@@ -22,14 +22,15 @@ from ..folders.beside import EMBEDDING, HEAD, TIED
 from ..folders.checked import Checked, Fault
 from ..folders.fits import require_fits
 from ..folders.folder import TensorFolder, require_folder_name
-from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES, Inputs
+from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES
 from ..folders.scaled_matrix import ScaledMatrix
 from ..folders.tensors import Tensor, Values, tensors_in, with_each_expert
 from ..folders.whole_folder import faults_of_folder
 from ..layers import Kernel, LayerRule, default_rules, rebuilt
-from ..layers.checks import floating_dtype, require_layers, require_merged, require_model
+from ..layers.checks import floating_dtype, require_layers, require_merged
+from ..layouts import Layout
 from ..models.transformer import Transformer
-from ..serving import dequantize, unstacked
+from ..serving import unstacked
 from ..serving.constructors import OF_MATRICES, Constructor, constructors_with
 from .architecture import names_of, transformer_of
 from .fp8_layers import frozen_layer, served_layer
@@ -211,17 +212,6 @@ def load(
     return _imported(folder, model, names, _weights(weights), default_rules, OF_MATRICES, progress, _OF_LOAD)
 
 
-def thaw[M](model: M, dtype: DTypeLike = jnp.bfloat16) -> M:
-    """The model with plain layers in place of frozen ones: with weights that can be trained, or merged with adapters.
-
-    Args:
-        model: A model that `import_model` made, or a part of one.
-        dtype: The dtype of these weights.
-    """
-    require_model(model, "thaw(model)")
-    return dequantize(model, dtype)
-
-
 def _is_floating(x: Any) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct | Tensor) and jnp.issubdtype(x.dtype, jnp.floating)
 
@@ -249,15 +239,15 @@ def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, constructor
         plain_layer = site.rule.with_op(_with(layer, changes), None)
         if weights is Weights.FROZEN:
             return frozen_layer(plain_layer, leaf, matrices, constructors)
-        inputs = {checkpoint.inputs(name) for name, _ in leaf.tensors()}
-        if len(inputs) > 1:
-            ways = " and ".join(sorted(map(str, inputs)))
+        layouts = [checkpoint.layout(name) for name, _ in leaf.tensors()]
+        if len({layout.inputs for layout in layouts}) > 1:
+            ways = " and ".join(sorted({str(layout.inputs) for layout in layouts}))
             raise ValueError(
                 f"{site.place} has blocks or experts whose inputs are quantized in different ways ({ways}); import the "
                 "checkpoint dequantized, or into a model without stacks"
             )
         compute_dtype = None if op is None else op.compute_dtype
-        return served_layer(plain_layer, leaf, matrices, constructors, inputs.pop(), compute_dtype)
+        return served_layer(plain_layer, leaf, matrices, constructors, layouts[0], compute_dtype)
     return _with(layer, changes)
 
 
@@ -419,8 +409,8 @@ class _Checkpoint:
         near = ", ".join(nearest(wanted, list(self.tensors), 3)) or "none"
         raise ValueError(f"the checkpoint has no {wanted}; the nearest are {near}. {self.remedies.of_missing}")
 
-    def inputs(self, name: str) -> Inputs | None:
-        """How the inputs of a layer that was read are quantized.
+    def layout(self, name: str) -> Layout:
+        """The layout of a weight that was read with its scales.
 
         Args:
             name: Its weight's name in the model.
@@ -429,7 +419,8 @@ class _Checkpoint:
         layer, _, field = wanted.rpartition(".")
         parent, _, last = layer.rpartition(".")
         tensor = self.tensors.get(wanted) or self.tensors[f"{self._fused(parent, last, field)}.{field}"]
-        return None if tensor.layout is None else tensor.layout.inputs
+        assert tensor.layout is not None
+        return tensor.layout.of_one_layer
 
     def refuse_unused(self, read: Collection[str]) -> None:
         """Raises a ValueError if nothing reads a tensor of the checkpoint.

@@ -15,15 +15,8 @@ from ..folders.scaled_matrix import (
     require_finite,
     rounded_up,
 )
-from ..formats import E2M1, E4M3, LARGEST_MULTIPLIER, Format
+from ..formats import E4M3, LARGEST_MULTIPLIER, Format
 from ..recipes import AbstractScaling, BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling
-
-
-def exponents_of(scaling: AbstractScaling | None, format: Format) -> str:
-    """How the powers of two of MXFP8 are rounded: as in training, or as in compressed-tensors, whose errors in E2M1 are
-    the smallest."""
-    rule = "nearest" if format == E2M1 else "up"
-    return scaling.scale_rounding if isinstance(scaling, MXFP8Scaling) else rule
 
 
 def quantized_as_in_training(
@@ -34,7 +27,7 @@ def quantized_as_in_training(
     stored: float | None = None,
     scale_bits: int = 24,
     bf16_scales: bool = True,
-    exponents: bool = False,
+    exponents: str = "",
     format: Format = E4M3,
 ) -> ScaledMatrix:
     """Quantizes a kernel with the scales that training has where they fit the blocks, and else with new ones.
@@ -50,7 +43,7 @@ def quantized_as_in_training(
         stored: The scale that the state of training holds.
         scale_bits: How many significant bits the scale of a whole kernel has where the step multiplies by it.
         bf16_scales: See above.
-        exponents: Whether scales are those of MXFP8, powers of two that E8M0 holds.
+        exponents: How new powers of two are rounded in E8M0, unless training does it otherwise; empty for other scales.
         format: The format.
 
     Raises:
@@ -63,7 +56,8 @@ def quantized_as_in_training(
         scale = rounded_up(np.full(_blocks(matrix.shape, block), stored, np.float32), scale_bits)
         return divided(matrix, scale, block, format, "state of training", bf16_scales=bf16_scales)
     if exponents:
-        return quantized(matrix, block, exponents=exponents_of(scaling, format), format=format)
+        rule = scaling.scale_rounding if isinstance(scaling, MXFP8Scaling) else exponents
+        return quantized(matrix, block, exponents=rule, format=format)
     whole = (matrix.shape[0], matrix.shape[1])
     if isinstance(scaling, CurrentScaling) and block != whole:
         # One scale for all: the same in each block, so that the values are those of training.

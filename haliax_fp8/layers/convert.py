@@ -98,7 +98,7 @@ def _check_what_is_left(decisions: Mapping[str, "Decision"], frozen: list[str]) 
         more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
         message = (
             f"{', '.join(frozen[:3])}{more} cannot be converted: their weights are quantized and frozen. Make plain "
-            "layers of them first, before adapters: fp8_linear_layers(huggingface.thaw(model))"
+            "layers of them first, before adapters: fp8_linear_layers(serving.dequantize(model))"
         )
         if not is_any:
             raise ValueError(f"module has no other layer to convert, and {message}")

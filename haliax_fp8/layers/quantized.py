@@ -41,9 +41,8 @@ class QuantizedLayers(LayerRule):
 
     def refusal(self, layer: AbstractQuantizedLayer) -> str:
         """They have no weight to train."""
-        if layer.kernel.has_gradient:
-            return "its weight is frozen; huggingface.thaw(model) makes plain layers"
-        return "its kernel is in FP8 for inference; serving.dequantize(model) makes plain layers"
+        what = "its weight is frozen" if layer.kernel.has_gradient else "its kernel is in FP8 for inference"
+        return f"{what}; serving.dequantize(model) makes plain layers"
 
     def kernel(self, layer: AbstractQuantizedLayer) -> Kernel:
         """Its axes, without a weight."""

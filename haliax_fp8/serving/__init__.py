@@ -9,7 +9,7 @@ from .layers import (
     QuantizedLinear as QuantizedLinear,
     QuantizedMoELinear as QuantizedMoELinear,
 )
-from .layout import ServedLayout as ServedLayout, layouts as layouts
+from .layout import layouts as layouts
 from .log_probabilities import (
     ImportanceWeights as ImportanceWeights,
     TokenMismatch as TokenMismatch,

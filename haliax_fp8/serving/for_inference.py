@@ -26,15 +26,16 @@ from ..layers.walk import (
     rule_of,
     unmatched_error,
 )
+from ..layouts import Layout
 from .constructors import Constructor, constructors_with, quantized_layer
-from .layout import LayoutLike, as_layout
+from .layout import require_served
 from .of_training import served_kernel
 from .unstack import holds_quantized_layers, unstacked
 
 
 def quantize_for_inference[M](
     model: M,
-    layout: LayoutLike = "FP8",
+    layout: str | Layout = "FP8",
     *,
     targets: Targets | None = None,
     exclude: Targets = (),
@@ -53,8 +54,9 @@ def quantize_for_inference[M](
     | `"MXFP8"` | blocks of 32, powers of two | blocks of 32, computed at run time |
     | `"W8A16"` | a scale for each output | high precision |
 
-    The names are those of `huggingface.export_model`. `"FP8_TENSOR"` and `"modelopt"` multiply as `"FP8"` does, and
-    `"HF_FP8"` as `"FP8_BLOCK"`: only their folders differ.
+    The names are those of `layouts.named`. The default has the numbers of training; that of `huggingface.export_model`,
+    `"FP8_DYNAMIC"`, needs no state of training and suits most engines. `"FP8_TENSOR"` and `"modelopt"` multiply as
+    `"FP8"` does, and `"HF_FP8"` as `"FP8_BLOCK"`: only their folders differ.
 
     A layer computes the same as in training with such scales, bit for bit. State, histories and high-precision copies
     are dropped, and it has no gradient. Stacks are unstacked into separate layers, because in a loop XLA copies FP8
@@ -66,7 +68,7 @@ def quantize_for_inference[M](
     Args:
         model: A model that trains in FP8, whose FP8 layers are quantized; or a plain model, whose linear layers are
             quantized except heads, embeddings, routers, and those that `eqx.nn.Shared` ties.
-        layout: The name of a layout, or a `ServedLayout`.
+        layout: The name of a layout, or a `layouts.Layout`.
         targets: The layers to quantize instead: patterns as in `fp8_linear_layers`; heads, embeddings and routers too.
         exclude: Layers to leave in high precision.
         unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same numbers and the
@@ -93,7 +95,7 @@ def quantize_for_inference[M](
     """
     require_layers(model, "quantize_for_inference(model, layout)")
     require_merged(model)
-    chosen = as_layout(layout)
+    chosen = require_served(layout)
     check_not_modified(model)
     constructors = constructors_with(quantized_layers, rules)
     selected = _selected(model, rules, targets, exclude)

@@ -18,9 +18,9 @@ from .._product.dimensions import DimensionNumbers
 from .._product.grouped.contraction import RaggedContraction
 from .._product.grouped.implementation import implementation_for
 from ..formats import E2M1, FORMATS, Format
-from ..recipes.recipe import SCALE_BITS, Recipe
-from ..recipes.scaling import StaticScaling
-from .layout import ServedLayout
+from ..layouts import Layout
+from ..recipes.recipe import SCALE_BITS, Quantization, Recipe
+from .layout import recipe_of_fprop, scaling_of_input, scaling_of_kernel
 from .product import ServedProduct, served_product
 
 
@@ -48,7 +48,7 @@ class QuantizedKernel(eqx.Module):
 
     stored: StoredArray[hax.NamedArray]
     input_scale: hax.NamedArray | None
-    layout: ServedLayout | None = eqx.field(static=True)
+    layout: Layout | None = eqx.field(static=True)
     contracted: tuple[int, ...] = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
@@ -65,7 +65,7 @@ class QuantizedKernel(eqx.Module):
         """The layout, and where its scales come from; or that it is frozen."""
         if self.layout is None:
             return "frozen"
-        return f"for inference: {self.layout}, {self.origin}"
+        return f"for inference: {self.layout.name}, {self.origin}"
 
     @property
     def storage(self) -> Format:
@@ -73,9 +73,31 @@ class QuantizedKernel(eqx.Module):
         return {**FORMATS, E2M1.dtype: E2M1}[self.stored.dtype]
 
     @property
+    def input(self) -> Quantization | None:
+        """How inputs are quantized; None if they are in high precision."""
+        if self.layout is None:
+            return None
+        scaling = scaling_of_input(self.layout, power_of_two=self._power_of_two)
+        return None if scaling is None else Quantization(self.storage, scaling)
+
+    @property
     def recipe(self) -> Recipe | None:
         """The recipe of its product; None if inputs are in high precision."""
-        return None if self.layout is None else self.layout.recipe
+        if (input := self.input) is None:
+            return None
+        assert self.layout is not None
+        scaling = scaling_of_kernel(self.layout, is_whole=self._is_whole, power_of_two=self._power_of_two)
+        return recipe_of_fprop(input, Quantization(self.storage, scaling))
+
+    @property
+    def _power_of_two(self) -> bool:
+        return self.stored.scale_bits == 1
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether one scale is for the whole kernel, or for that of each expert."""
+        assert self.stored.scale is not None
+        return self.stored.scale.array.ndim < self.stored.data.array.ndim
 
     @property
     def per_expert(self) -> bool:
@@ -141,8 +163,13 @@ class QuantizedKernel(eqx.Module):
             ValueError: If the device has no grouped product in FP8 for the layout.
         """
         self._require_one_layer()
-        if (recipe := self.recipe) is None:
+        if self.has_gradient:
             return _rows_by_weight(self, rows, group_sizes)
+        if (recipe := self.recipe) is None:
+            raise ValueError(
+                f"no grouped product multiplies {self.storage.name} kernels by inputs in high precision, as in "
+                "'W8A16'; use 'FP8_DYNAMIC'"
+            )
         implementation = implementation_for(recipe, allow_dense=False)
         contraction = RaggedContraction(implementation=implementation, state_per_group=self.per_expert)
         return self._multiply(rows, self.quantized, (group_sizes,), contraction)
@@ -173,8 +200,7 @@ class QuantizedKernel(eqx.Module):
         bits = self.input_bits
         if bits is None:
             bits = 24 if computed_in != jnp.bfloat16 else SCALE_BITS["input"]
-        assert self.layout is not None
-        spec = ServedProduct(self.layout, contraction, self.compute_dtype, out_dtype, bits, precision_of(None))
+        spec = ServedProduct(self.input, contraction, self.compute_dtype, out_dtype, bits, precision_of(None))
         scale = None
         if self.input_scale is not None:
             scale = lax.bitcast_convert_type(self.input_scale.array, jnp.float32)
@@ -189,16 +215,15 @@ class QuantizedKernel(eqx.Module):
 
     def _require_fit(self, contraction: AbstractContraction, computed_in: np.dtype, dtype: np.dtype) -> None:
         axes = contraction.contracted("fprop")[1]
-        assert self.layout is not None
-        per_axis = self.layout.kernel.per_axis
-        if per_axis and (set(axes), axes[-1:]) != (set(self.contracted), self.contracted[-1:]):
+        # One scale, and one for each block of a square, serve a sum over any axes.
+        is_along = not self._is_whole and self.layout is not None and self.layout.strategy != "block"
+        if is_along and (set(axes), axes[-1:]) != (set(self.contracted), self.contracted[-1:]):
             raise ValueError(
                 f"a kernel is summed over axes {axes}, but its scales were made for a sum over {self.contracted}. Set "
                 f"contracted={axes} in the Kernel that the layer's LayerRule returns"
             )
         # A checkpoint's scales do not depend on the dtype.
-        is_of_training = self.input_bits is None
-        rounds = is_of_training and (isinstance(self.layout.kernel, StaticScaling) or self.layout.kernel.rounds_scale)
+        rounds = self.input_bits is None and self._is_whole
         made_for = self.compute_dtype or self.dtype
         if rounds and (made_for == jnp.bfloat16) != (computed_in == jnp.bfloat16):
             raise ValueError(

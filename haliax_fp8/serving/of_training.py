@@ -24,17 +24,26 @@ from .._state.op_state import OpState
 from ..layers.checks import table_on_host, uncalibrated_operands, unrecorded_operands
 from ..layers.quantized_kernels import BoundKernel, bind_kernel, is_floating, with_names_of_stacks
 from ..layers.rule import LayerRule
-from ..recipes.recipe import SCALE_BITS
-from ..recipes.scaling import Members, MXFP8Scaling, OperandUse
+from ..layouts import Layout
+from ..recipes.recipe import SCALE_BITS, OperandName, Quantization
+from ..recipes.scaling import (
+    AbstractScaling,
+    CurrentScaling,
+    Members,
+    MXFP8Scaling,
+    OperandUse,
+    StaticScaling,
+)
 from .kernel import QuantizedKernel
-from .layout import ServedLayout
+from .layout import scaling_of_kernel
 
 
-_ROWS = {"input": 0, "kernel": 1}
+# What a static layout takes from the training state, and where the table has it.
+_STORED: dict[OperandName, int] = {"input": 0, "kernel": 1}
 
 
 def served_kernel(
-    path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis, ...], layout: ServedLayout
+    path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis, ...], layout: Layout
 ) -> QuantizedKernel:
     """The kernel of a layer, quantized for inference.
 
@@ -52,32 +61,28 @@ def served_kernel(
     op, kernel = rule.op(layer), rule.kernel(layer)
     if not is_floating(kernel):
         raise ValueError(f"the weight of {name} is a {type(kernel.weight).__name__}, not an array of floating numbers")
-    if kernel.Experts is not None and layout.input is None:
+    if kernel.Experts is not None and layout.inputs is None:
         raise ValueError(
             f"{name} multiplies each row by the kernel of an expert, which is not supported for FP8 kernels and "
             "high-precision inputs; exclude it, or use another layout"
         )
-    per_expert = op is not None and op.state_per_group and bool(layout.stored)
-    if per_expert and len(layout.stored) == 1:
-        raise ValueError(
-            f"{name} has a scale for each expert (scale_per_expert=True), but layout={layout} uses only that of the "
-            f"{layout.stored[0]}; use 'FP8', which uses both, or one that computes scales, such as 'FP8_DYNAMIC'"
-        )
-    bound = bind_kernel(path, kernel, stack, per_axis=layout.kernel.per_axis)
+    per_expert = op is not None and op.state_per_group and layout.is_static
+    is_whole = layout.is_static or layout.strategy == "tensor"
+    scaling = scaling_of_kernel(layout, is_whole=is_whole, power_of_two=True)
+    bound = bind_kernel(path, kernel, stack, per_axis=scaling.per_axis)
     _require_finite(name, bound.array)
     compute_dtype = None if op is None else op.compute_dtype
     spec, state = None, None
-    if layout.stored:
+    if layout.is_static:
         op = _with_scales(name, op, layout)
         assert isinstance(op.state, OpState)
         contraction = RaggedContraction(state_per_group=True) if per_expert else bound.contraction
         spec, state = _spec_of(op, op.state, contraction, bound), to_float32(op.state.record)
-        layout = dataclasses.replace(layout, format=op.recipe.kernel.format)
     quantized, input_scale = _quantized(
         bound.array,
         state,
         spec=spec,
-        layout=layout,
+        quantization=Quantization(layout.format, scaling),
         contraction=bound.contraction,
         leading=bound.leading,
         compute_dtype=compute_dtype,
@@ -91,7 +96,7 @@ def served_kernel(
     named = functools.partial(with_names_of_stacks, stack=bound.stack, leading=bound.leading)
     stored = StoredArray(
         named(bits_of(data)),
-        _named_scale(quantized, bound, layout, per_expert=per_expert),
+        _named_scale(quantized, bound, scaling, per_expert=per_expert),
         dtype=np.dtype(data.dtype),
         order=order,
         block=None if quantized.block is None else quantized.block[bound.leading :],
@@ -99,19 +104,20 @@ def served_kernel(
     )
     stored_input = None if input_scale is None else named(bits_of(input_scale))
     dtype = np.dtype(bound.array.dtype)
-    return QuantizedKernel(stored, stored_input, layout, contracted, compute_dtype, dtype, _origin(layout))
+    origin = "scales of input and kernel from the training state" if layout.is_static else "scales computed"
+    return QuantizedKernel(stored, stored_input, layout, contracted, compute_dtype, dtype, origin)
 
 
 def _named_scale(
-    quantized: QuantizedArray, bound: BoundKernel, layout: ServedLayout, *, per_expert: bool
+    quantized: QuantizedArray, bound: BoundKernel, scaling: AbstractScaling, *, per_expert: bool
 ) -> hax.NamedArray:
     scale = quantized.scale
     if per_expert:
         scale = scale.reshape(scale.shape[: bound.leading + 1])
-    # One scale per layer, whatever the rank of its kernel, so that a stack can be divided into layers.
-    if quantized.block is None and scale.size == np.prod(bound.array.shape[: bound.leading], dtype=int):
+    elif isinstance(scaling, StaticScaling | CurrentScaling):
+        # One scale per layer, whatever the rank of its kernel, so that a stack can be divided into layers.
         scale = scale.reshape(bound.array.shape[: bound.leading])
-    if isinstance(layout.kernel, MXFP8Scaling):
+    if isinstance(scaling, MXFP8Scaling):
         scale = exponent_of(scale)
     else:
         scale = bits_of(scale)
@@ -131,13 +137,13 @@ def _spec_of(op: Fp8DotGeneral, state: OpState, contraction: Any, bound: BoundKe
     )
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "layout", "contraction", "leading", "compute_dtype"))
+@functools.partial(jax.jit, static_argnames=("spec", "quantization", "contraction", "leading", "compute_dtype"))
 def _quantized(
     array: Float[Array, "..."],
     state: Array | None,
     *,
     spec: ProductSpec | None,
-    layout: ServedLayout,
+    quantization: Quantization,
     contraction: Any,
     leading: int,
     compute_dtype: np.dtype | None,
@@ -146,8 +152,7 @@ def _quantized(
     in_bf16 = (compute_dtype or array.dtype) == jnp.bfloat16
     array = round_to(array, compute_dtype)
     scales = None if spec is None else scales_of(state, spec)
-    if "kernel" in layout.stored:
-        assert spec is not None
+    if spec is not None:
         quantized = quantize_operand(array, "kernel", "fprop", scales, None, Members(spec.ensemble), spec)
         if spec.contraction.state_per_group:
             assert scales is not None
@@ -155,41 +160,41 @@ def _quantized(
             quantized = dataclasses.replace(quantized, scale=of_experts)
     else:
         use = OperandUse(
-            format=layout.format,
+            format=quantization.format,
             contracted=contraction.with_batch_axes(leading).contracted("fprop")[1],
             members=Members(leading),
             scale_bits=SCALE_BITS["kernel"] if in_bf16 else 24,
         )
-        quantized = layout.kernel.quantize(array, use)
-    return quantized, scales.operands["input"] if scales is not None and "input" in layout.stored else None
+        quantized = quantization.scaling.quantize(array, use)
+    return quantized, None if scales is None else scales.operands["input"]
 
 
-def _with_scales(name: str, op: Fp8DotGeneral | None, layout: ServedLayout) -> Fp8DotGeneral:
+def _with_scales(name: str, op: Fp8DotGeneral | None, layout: Layout) -> Fp8DotGeneral:
     """The op of a layer; raises a ValueError unless its state has the scales that a layout needs."""
-    asked = " and ".join(layout.stored)
     remedy = (
         "use a layout that computes scales, such as 'FP8_DYNAMIC'; or calibrate the model first: model = "
         "calibrate(fp8_linear_layers(model, recipe='static'), loss_fn, batches)"
     )
     if op is None:
         raise ValueError(
-            f"{name} has no training state, but layout={layout} takes the scales of {asked} from there; {remedy}"
+            f"{name} has no training state, but layout={layout.name} takes the scales of input and kernel from there; "
+            f"{remedy}"
         )
-    for operand in layout.stored:
+    for operand in _STORED:
         quantization = op.recipe.uses[operand, "fprop"]
         if not quantization.scaling.stores_scale:
             raise ValueError(
-                f"the recipe of {name} ({op.recipe}) stores no scale of its {operand}, which layout={layout} needs: "
-                f"current scales depend on the batch; {remedy}"
+                f"the recipe of {name} ({op.recipe}) stores no scale of its {operand}, which layout={layout.name} "
+                f"needs: current scales depend on the batch; {remedy}"
             )
         if quantization.rounding.needs_key:
             raise ValueError(f"the recipe of {name} rounds its {operand} at random, which inference does not support")
     if op.recipe.input.format != op.recipe.kernel.format:
         raise ValueError(f"the recipe of {name} has input and kernel in two formats: {op.recipe}; use 'FP8_DYNAMIC'")
     first = (*uncalibrated_operands(op.state), *unrecorded_operands(op.state))
-    missing = [operand for operand in layout.stored if operand in first]
+    missing = [operand for operand in _STORED if operand in first]
     if (table := table_on_host(op.state)) is not None and isinstance(op.state, OpState):
-        scales = {operand: table[..., _ROWS[operand], 0] for operand in layout.stored}
+        scales = {operand: table[..., row, 0] for operand, row in _STORED.items()}
         missing += [name for name, scale in scales.items() if not (np.isfinite(scale) & (scale > 0.0)).all()]
     if missing:
         raise ValueError(
@@ -206,9 +211,3 @@ def _require_finite(name: str, array: Array) -> None:
         raise ValueError(
             f"the weight of {name} holds an infinity or NaN, which would spread; quantize the model of an earlier step"
         )
-
-
-def _origin(layout: ServedLayout) -> str:
-    if not layout.stored:
-        return "scales computed"
-    return f"scales of {' and '.join(layout.stored)} from the training state"

@@ -16,8 +16,8 @@ from .._numerics.quantized_array import QuantizedArray
 from .._product.contraction import AbstractContraction, DotContraction
 from .._product.grouped.one_device import apart, together
 from .._product.operands import round_to
+from ..recipes.recipe import Quantization
 from ..recipes.scaling import OperandUse
-from .layout import ServedLayout
 
 
 # The fewest rows that XLA multiplies with tensor cores. With fewer, it dequantizes the kernel and sums products in
@@ -30,7 +30,7 @@ class ServedProduct:
     """The static arguments of a product.
 
     Args:
-        layout: How the input is quantized.
+        input: How the input is quantized; None if it stays in high precision.
         contraction: The contraction, without the axes of the ensemble.
         compute_dtype: The dtype that input and output are rounded to around the product; None leaves them unchanged.
         out_dtype: The dtype of the output.
@@ -39,7 +39,7 @@ class ServedProduct:
         ensemble: How many leading axes of every array index independent members.
     """
 
-    layout: ServedLayout
+    input: Quantization | None
     contraction: AbstractContraction
     compute_dtype: np.dtype | None
     out_dtype: np.dtype
@@ -146,7 +146,7 @@ def _multiply(
 ) -> Array:
     dtype = spec.compute_dtype or spec.out_dtype
     input = round_to(input, spec.compute_dtype)
-    if spec.layout.input is None:
+    if spec.input is None:
         # The scale of the kernel factors out, so that the product itself reads FP8 data.
         quantized = QuantizedArray(not_joined(input, kernel), jnp.ones((), jnp.float32))
         kernel = dataclasses.replace(kernel, data=lax.convert_element_type(kernel.data, input.dtype))
@@ -188,18 +188,17 @@ def quantized_input(input: Array, input_scale: Any, extras: tuple[Array, ...], s
         extras: Further operands of the contraction.
         spec: The static arguments.
     """
-    scaling = spec.layout.input
-    assert scaling is not None
+    assert spec.input is not None
     ensemble = spec.ensemble + spec.contraction.state_per_group
     members = spec.batched.members("input", input.shape, extras, ensemble).over(axes_of_parts(input))
     use = OperandUse(
-        format=spec.layout.format,
+        format=spec.input.format,
         contracted=spec.batched.contracted("fprop")[0],
         members=members,
         stored_scale=None if input_scale is None else members.of_state(input_scale),
         scale_bits=spec.input_bits,
     )
-    return scaling.quantize(input, use)
+    return spec.input.scaling.quantize(input, use)
 
 
 def not_joined(data: Array, kernel: QuantizedArray) -> Array:

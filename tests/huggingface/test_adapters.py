@@ -20,9 +20,9 @@ import haliax_fp8 as fp8
 from haliax_fp8._cli.main import main
 from haliax_fp8.checkpoints import load_into, save
 from haliax_fp8.folders.folder import TensorFolder
-from haliax_fp8.folders.layout import named
 from haliax_fp8.huggingface import check_folder, export_adapter, export_model, import_adapter, import_model, load
 from haliax_fp8.layers.frozen_array import FrozenArray
+from haliax_fp8.layouts import named
 from haliax_fp8.models import (
     LoraLinear,
     MixtureOfExperts,

@@ -13,8 +13,8 @@ from folders import checkpoint, write
 
 from haliax_fp8 import fp8_linear_layers
 from haliax_fp8.folders.folder import TensorFolder
-from haliax_fp8.folders.layout import named
 from haliax_fp8.huggingface import check_folder, convert_folder, export_model, load, serving_tensors
+from haliax_fp8.layouts import named
 from haliax_fp8.models import Transformer, TransformerConfig
 
 

@@ -26,8 +26,8 @@ from folders import (
 from haliax_fp8._cli.main import main
 from haliax_fp8.checkpoints import BrokenCheckpoint
 from haliax_fp8.folders.folder import TensorFolder
-from haliax_fp8.folders.layout import named
 from haliax_fp8.huggingface import check_folder, convert_folder
+from haliax_fp8.layouts import named
 
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -24,7 +24,6 @@ from helpers import rounded_up
 from haliax_fp8 import Recipe, calibrate, fp8_linear_layers
 from haliax_fp8.folders.beside import write_config
 from haliax_fp8.folders.configuration import layout_of
-from haliax_fp8.folders.layout import Inputs, Layout, named as layouts
 from haliax_fp8.huggingface import (
     check_folder,
     export_model,
@@ -32,10 +31,10 @@ from haliax_fp8.huggingface import (
     import_model,
     names,
     serving_tensors,
-    thaw,
 )
 from haliax_fp8.huggingface.training_scales import quantized_as_in_training as quantized
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
+from haliax_fp8.layouts import Inputs, Layout, named as layouts
 from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig
 from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2FNUZ
 from haliax_fp8.recipes.scaling import (
@@ -47,7 +46,7 @@ from haliax_fp8.recipes.scaling import (
     RowwiseScaling,
     StaticScaling,
 )
-from haliax_fp8.serving import quantize_for_inference
+from haliax_fp8.serving import dequantize, quantize_for_inference
 
 
 CONFIG = TransformerConfig(layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, mlp=96, vocab=64)
@@ -91,8 +90,8 @@ def test_layouts_without_a_name_of_their_own_are_written_and_read(tmp_path):
     """Hugging Face's, with a scale for a tensor, other blocks, and powers of two."""
     model, dynamic = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0)), Inputs("group", size=64)
     unnamed = {
-        "fp8, tensor weights": Layout("fp8", "tensor", None, Inputs("tensor")),
-        "HF_FP8": Layout("fp8", "block", (64, 64), dynamic, exponents=True),
+        "fp8, tensor weights": Layout("tensor", Inputs("tensor"), method="fp8"),
+        "HF_FP8": Layout("block", dynamic, (64, 64), "fp8", exponents=True),
     }
     for name, layout in unnamed.items():
         report = export_model(model, tmp_path / name, layout)
@@ -122,8 +121,7 @@ def test_round_trip(trained, plain, layout, tmp_path):
     tensors = read(tmp_path / "first/model.safetensors")
     assert bytes_of(tensors) == bytes_of(serving_tensors(trained, layout, names=names.LLAMA))
     dequantized = import_model(tmp_path / "first", plain, names=names.LLAMA)
-    thawed = thaw(frozen, jnp.float32)
-    assert bool(eqx.tree_equal(dequantized, thawed))
+    assert bool(eqx.tree_equal(dequantized, dequantize(frozen)))
     weight = np.asarray(dequantized.blocks.stacked.mlp.down.weight.array[1])
     assert_dequantized(tensors, "model.layers.1.mlp.down_proj", weight, layout)
 
@@ -213,7 +211,7 @@ def test_kernels_are_those_of_the_scaling(scaling, block):
     kernel = np.random.default_rng(0).normal(size=(200, 300)).astype(np.float32)
     kernel[3], kernel[5:9, :64] = 0.0, 1e-30
     expected = scaling.quantize(jnp.asarray(kernel), OperandUse(E4M3, (1,)))
-    exponents = isinstance(scaling, MXFP8Scaling)
+    exponents = "up" if isinstance(scaling, MXFP8Scaling) else ""
     found = quantized(kernel, block, scaling=scaling, bf16_scales=False, exponents=exponents)
     assert found.data.tobytes() == np.asarray(expected.data).tobytes()
     np.testing.assert_array_equal(found.scale.ravel(), np.asarray(expected.scale).ravel())
@@ -373,7 +371,7 @@ def test_equinox_and_own_classes(tmp_path):
     frozen = import_model(tmp_path / "fp8", {**zeros, "own": ()}, weights="frozen", rules=rules, strict=False)
     x = jax.random.normal(keys[1], (32,))
     found = eqx.filter_vmap(lambda layer: layer(x))(frozen["ensemble"])
-    expected = eqx.filter_vmap(lambda layer: layer(x))(thaw(frozen["ensemble"], jnp.float32))
+    expected = eqx.filter_vmap(lambda layer: layer(x))(dequantize(frozen["ensemble"]))
     np.testing.assert_array_equal(found, expected)
 
 
@@ -516,7 +514,7 @@ def test_fp8_that_a_layout_does_not_hold_is_refused(how, tmp_path):
         served = import_model(tmp_path / "in", layer, weights="frozen")
         stored = dataclasses.replace(served["a"].kernel.stored, dtype=np.dtype(ml_dtypes.float8_e4m3fnuz))
         served = eqx.tree_at(lambda m: m["a"].kernel.stored, served, stored)
-    message = "a is in float8_e4m3fnuz in the model, and the layout has float8_e4m3fn; make it plain with"
+    message = "a is in float8_e4m3fnuz in the model, and the layout has float8_e4m3fn; export serving.dequantize"
     # Before anything is streamed.
     with pytest.raises(ValueError, match=message):
         serving_tensors(served, "FP8_DYNAMIC")

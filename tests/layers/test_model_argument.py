@@ -45,7 +45,6 @@ OF_LAYERS = {
 }
 # Of any tree, but for an optimizer's state beside the model.
 OF_TREES = {
-    "thaw(model)": huggingface.thaw,
     "quantize_kernels(model)": fp8.quantize_kernels,
     "separate_input_scales(model)": memory.separate_input_scales,
     "dequantize(model)": serving.dequantize,

@@ -215,13 +215,13 @@ def frozen(tmp_path):
 
 
 def test_frozen_layers_are_not_converted(frozen):
-    with pytest.raises(ValueError, match=r"no other layer to convert, and down, up cannot be .*huggingface\.thaw"):
+    with pytest.raises(ValueError, match=r"no other layer to convert, and down, up cannot be .*serving\.dequantize"):
         fp8_linear_layers(frozen, exclude="head")
-    with pytest.warns(UserWarning, match=r"^down, up cannot be converted.*huggingface\.thaw") as caught:
+    with pytest.warns(UserWarning, match=r"^down, up cannot be converted.*serving\.dequantize") as caught:
         model = fp8_linear_layers(frozen)
     assert caught[0].filename == __file__ and in_fp8(model) == {"head"}
     assert in_fp8(fp8_linear_layers(frozen, targets="head")) == {"head"}
-    with pytest.raises(ValueError, match=r"select up, which cannot be converted: .*huggingface\.thaw"):
+    with pytest.raises(ValueError, match=r"select up, which cannot be converted: .*serving\.dequantize"):
         fp8_linear_layers(frozen, targets="up")
 
 

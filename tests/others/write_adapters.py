@@ -14,8 +14,9 @@ import numpy as np
 import optax
 
 from haliax_fp8 import TrainStep
-from haliax_fp8.huggingface import export_adapter, export_model, load, thaw
+from haliax_fp8.huggingface import export_adapter, export_model, load
 from haliax_fp8.models import Transformer, TransformerConfig, add_lora, merge_lora
+from haliax_fp8.serving import dequantize
 
 
 CONFIG = TransformerConfig(layers=2, hidden=128, heads=4, kv_heads=2, head_dim=64, mlp=384)
@@ -38,7 +39,7 @@ def write(folder: pathlib.Path, config: TransformerConfig, targets: list[str] | 
     for _ in range(5):
         model, opt_state, _ = step(model, opt_state, tokens)
     export_adapter(model, folder / "adapter", base=folder / "base")
-    export_model(thaw(base, jnp.float32), folder / "base", "BF16", dtype="float32")
+    export_model(dequantize(base), folder / "base", "BF16", dtype="float32")
     export_model(merge_lora(model), folder / "merged", "BF16", dtype="float32")
     with jax.default_matmul_precision("highest"):
         logits = {name: np.asarray(each(tokens).array) for name, each in (("base", base), ("adapter", model))}

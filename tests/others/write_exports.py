@@ -19,7 +19,6 @@ from jax import lax
 from examples.byte_tokenizer import write_byte_tokenizer
 from examples.generate import generate
 from haliax_fp8 import calibrate, cast_params, fp8_linear_layers, restore_linear_layers
-from haliax_fp8.folders.layout import named
 from haliax_fp8.huggingface import (
     convert_folder,
     export_model,
@@ -29,6 +28,7 @@ from haliax_fp8.huggingface import (
     names,
     serving_tensors,
 )
+from haliax_fp8.layouts import named
 from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig
 from haliax_fp8.recipes import E4M3, quantize
 

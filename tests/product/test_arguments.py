@@ -232,7 +232,6 @@ CASES = {
     "no scale": (lambda: ops.dequantize(x, jnp.float32, None), "scale=None is not an array"),
     "a number to split": (lambda: fp8.partition_for_grad_overwrite(3), "tree is of type int"),
     "a number to train": (lambda: fp8.trainable(3), "model is of type int, and has no layers"),
-    "a number to thaw": (lambda: fp8.huggingface.thaw(3), "model is of type int, and has no layers"),
     "no optimizer": (lambda: fp8.memory.HostOptimizer(None), "optimizer=None of HostOptimizer is not an optimizer"),
     "an optimizer's function": (
         lambda: fp8.memory.HostOptimizer(optax.sgd),

@@ -20,6 +20,8 @@ LIBRARY = (
     # JAX extended.
     ("_jax",),
     ("_numerics",),
+    # How weights are quantized for inference.
+    ("layouts",),
     ("devices",),
     # What becomes of a number: scalings, recipes.
     ("recipes",),

@@ -30,19 +30,10 @@ from haliax_fp8._product.contraction import DotContraction
 from haliax_fp8._product.dimensions import DotDimensions
 from haliax_fp8.huggingface import export_model, import_model
 from haliax_fp8.layers import AbstractQuantizedLayer, Kernel, LayerRule, default_rules
-from haliax_fp8.recipes import (
-    E4M3,
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    HighPrecision,
-    MXFP8Scaling,
-    RowwiseScaling,
-)
+from haliax_fp8.layouts import Inputs, Layout
 from haliax_fp8.serving import (
     QuantizedEquinoxLinear,
     QuantizedKernel,
-    ServedLayout,
     dequantize,
     freeze,
     layouts,
@@ -240,7 +231,6 @@ def test_row_alone_is_row_in_batch(layout):
     """Whatever else is in the batch: a row's FP8 data and its result, bit for bit, with a row that is far larger."""
     x = normal(1, 20, 64).at[3].mul(1000.0)
     model = calibrated(equinox_linear(), x) if layout == "FP8" else equinox_linear()
-    assert layouts[layout].rows_are_independent
     call = jax.jit(jax.vmap(quantize_for_inference(model, layout)))
     together = call(x)
     for rows in (slice(0, 1), slice(3, 4), slice(5, 18)):
@@ -254,11 +244,8 @@ def test_a_layer_at_two_paths_stays_one():
 
 
 def test_rows_of_one_scale_are_not_independent():
-    """The claim is refused where it would be wrong."""
-    layout = ServedLayout(RowwiseScaling(), CurrentScaling())
-    assert not layout.rows_are_independent
-    assert not ServedLayout(BlockScaling(square=True), BlockScaling(square=True)).rows_are_independent
-    assert ServedLayout(BlockScaling(square=True), BlockScaling()).rows_are_independent
+    """So that the test above can fail."""
+    layout = Layout("channel", Inputs("tensor"))
     x = normal(1, 20, 64).at[3].mul(1000.0)
     call = jax.jit(jax.vmap(quantize_for_inference(equinox_linear(), layout)))
     assert not np.array_equal(call(x[:1]), call(x)[:1])
@@ -287,10 +274,10 @@ def test_padded_rows_change_nothing(layout, shape, kernel_first):
         numbers = (((1,), (len(shape) - 1,)), ((), ()))
     dims = DotDimensions.of(numbers, *(reversed(shapes) if kernel_first else shapes))
     contraction = DotContraction(dims, kernel_first=kernel_first)
-    spec = ServedProduct(layouts[layout], contraction, None, np.dtype(np.float32), 24)
+    made = quantize_for_inference(eqx.nn.Linear(64, 32, key=jax.random.key(1)), layout).kernel
+    spec = ServedProduct(made.input, contraction, None, np.dtype(np.float32), 24)
     x = 2.0 ** jax.random.randint(jax.random.key(0), shape, -2, 3).astype(jnp.float32)
-    kernel = quantize_for_inference(eqx.nn.Linear(64, 32, key=jax.random.key(1)), layout).kernel.quantized
-    quantized = quantized_input(x, None, (), spec)
+    kernel, quantized = made.quantized, quantized_input(x, None, (), spec)
     filled = padded_product(quantized, kernel, (), spec, np.dtype(np.float32))
     expected = contraction.product("fprop", (quantized, kernel), (), spec.precision, np.dtype(np.float32), None)
     np.testing.assert_allclose(filled, expected, rtol=1e-6, atol=1e-6)
@@ -484,7 +471,7 @@ def test_errors():
     assert cast_params(served, jnp.bfloat16).kernel.stored.scale.array is served.kernel.stored.scale.array
     with pytest.raises(ValueError, match="without its FP8 state.*give the model itself, quantize_for_inference"):
         quantize_for_inference(trainable(fp8_linear_layers(layer)), "FP8")
-    with pytest.raises(ValueError, match="layout='FP8_DYNAMICS'.*'FP8_DYNAMIC'.*export_model"):
+    with pytest.raises(ValueError, match="layout='FP8_DYNAMICS' is unknown; the nearest are 'FP8_DYNAMIC'"):
         quantize_for_inference(layer, "FP8_DYNAMICS")
     with pytest.raises(ValueError, match="exclude='up' selects no layer"):
         quantize_for_inference({"down": layer}, "FP8_DYNAMIC", exclude="up")
@@ -501,15 +488,23 @@ def test_errors():
     linear = hnn.Linear.init(In, Out, key=jax.random.key(0))
     with pytest.raises(ValueError, match="but lack \\['inputs'\\], which the layer sums over"):
         quantize_for_inference(linear, "FP8_DYNAMIC")(hax.ones(Out))
-    for kernel, input, message in (
-        (HighPrecision(), None, "not a scaling for inference"),
-        (DelayedScaling(), None, r"use StaticScaling\(\) for the scales that training stores"),
-        (MXFP8Scaling(), None, "dequantized copy"),
-        (MXFP8Scaling(), RowwiseScaling(), "no hardware multiplies blocks"),
+    for layout, message in (
+        (dataclasses.replace(layouts["MXFP8"], inputs=None), "dequantized copy"),
+        (dataclasses.replace(layouts["MXFP8"], inputs=Inputs("token")), "no hardware multiplies blocks"),
+        (dataclasses.replace(layouts["FP8_BLOCK"], size=(1, 128)), r"scales for blocks of \(1, 128\)"),
+        (Layout("channel", Inputs("token", bound=1200.0)), "activation_scale_ub=1200"),
+        (Layout("channel", ignore=("lm_head",)), "take layout.of_one_layer, and exclude"),
     ):
         with pytest.raises(ValueError, match=message):
-            ServedLayout(kernel, input)
-    assert layouts["FP8_DYNAMIC"].format == E4M3
+            quantize_for_inference(linear, layout)
+    with pytest.raises(ValueError, match="strategy='row' of Layout is unknown; use one of 'tensor'"):
+        Layout("row")
+    with pytest.raises(ValueError, match="strategy='channel' of Inputs is unknown; use one of 'tensor'"):
+        Inputs("channel")
+    with pytest.raises(ValueError, match="size=None of Layout: a block needs"):
+        Layout("block", Inputs("token"))
+    with pytest.raises(ValueError, match="size=0 of Inputs: a group needs"):
+        Inputs("group")
 
 
 def test_rows_of_no_expert_do_not_enter_the_scale_of_the_others():
@@ -520,5 +515,5 @@ def test_rows_of_no_expert_do_not_enter_the_scale_of_the_others():
     x = hax.named(x.array.at[15:].set(1e8), x.axes)
     sizes = hax.named(jnp.array([7, 0, 8]), axes[0])
     trained = fp8_linear_layers(layer, recipe="current")
-    served = quantize_for_inference(trained, ServedLayout(CurrentScaling(), CurrentScaling()))
+    served = quantize_for_inference(trained, Layout("tensor", Inputs("tensor")))
     np.testing.assert_array_equal(served["up"](x, sizes).array[:15], trained["up"](x, sizes).array[:15])
