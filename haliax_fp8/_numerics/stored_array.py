@@ -148,6 +148,17 @@ def power_of_two(exponent: Array) -> Float32[Array, "*shape"]:
     return jnp.where(exponent > 254, jnp.float32(jnp.nan), value)
 
 
+def codes_of(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
+    """The codes of values of E2M1, two in a byte along the last axis, whose size is even."""
+    x = x.astype(jnp.float32)
+    magnitude, sign = jnp.abs(x), jnp.signbit(x).astype(jnp.uint32) << np.uint32(3)
+    # As in `_of_codes`: only 0.5 is subnormal.
+    normal = (lax.bitcast_convert_type(magnitude, jnp.uint32) - np.uint32(126 << 23)) >> np.uint32(22)
+    codes = jnp.where(magnitude < 1.0, (2.0 * magnitude).astype(jnp.uint32), normal) | sign
+    pairs = codes.astype(jnp.uint8).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << np.uint8(4))
+
+
 def _plain(x: Any) -> Any:
     # Of a `haliax.NamedArray` its array: layers give their names to what they store.
     return getattr(x, "array", x)

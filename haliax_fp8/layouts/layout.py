@@ -14,7 +14,7 @@ class Inputs:
     Args:
         strategy: What shares a scale: `"tensor"`, `"token"` or `"group"`.
         dynamic: Whether each product computes the scales from its input; otherwise each layer has one from training.
-        size: The elements of a group.
+        size: The elements of a group; of tokens in E2M1, those of the groups that have scales beside the token's.
         format: Their format: E4M3 or E2M1.
         bound: The largest amax that makes a scale, so that larger elements are clipped; None for any.
 
@@ -38,6 +38,7 @@ class Inputs:
         each = what.get(self.strategy, f"a scale for {self.size} elements")
         if self.strategy == "group" and not self.dynamic:  # NVFP4
             return f"{each}, dynamic, and one for all, static"
+        each += f" and for {self.size} elements" if self.strategy == "token" and self.size else ""
         clipped = "" if self.bound is None else f", clipped at {self.bound:g}"
         return f"{each}, {'dynamic' if self.dynamic else 'static'}{clipped}"
 
@@ -107,7 +108,7 @@ class Layout:
         inputs = self.inputs and (self.inputs.strategy, self.inputs.dynamic)
         if self.format is E2M1:
             in_bits = None if self.inputs is None else self.inputs.format.bits
-            return (self.method, self.format.name, self.exponents, in_bits, self.is_static)
+            return (self.method, self.format.name, self.exponents, in_bits, inputs)
         if self.method != "compressed-tensors":
             return (self.method, self.strategy == "block" if self.method == "fp8" else self.strategy)
         if inputs is None or (self.strategy == "group" and self.exponents):
@@ -157,6 +158,7 @@ named: dict[str, Layout] = {
     "MXFP4A16": Layout("group", None, (1, 32), exponents=True, format=E2M1),
     "NVFP4": Layout("group", _NV4, (1, 16), format=E2M1),
     "NVFP4A16": Layout("group", None, (1, 16), format=E2M1),
+    "NVFP4_DYNAMIC": Layout("block", Inputs("token", size=16, format=E2M1), (16, 16), format=E2M1),
 }
 """By name, in the order in which messages list them."""
 

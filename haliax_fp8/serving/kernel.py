@@ -205,12 +205,11 @@ class QuantizedKernel(eqx.Module):
         if self.input_scale is not None:
             scale = lax.bitcast_convert_type(self.input_scale.array, jnp.float32)
 
-        def multiply(input: Array, *arrays: Array) -> Array:
-            data, of_kernel, *of_input = arrays
-            quantized = QuantizedArray(data, of_kernel, kernel.block, scale_bits=kernel.scale_bits)
-            return served_product(input, quantized, of_input[0] if of_input else None, extras, spec)
+        arrays, structure = jax.tree.flatten((kernel, scale))
 
-        arrays = (kernel.data, kernel.scale, *([] if scale is None else [scale]))
+        def multiply(input: Array, *arrays: Array) -> Array:
+            return served_product(input, *jax.tree.unflatten(structure, arrays), extras, spec)
+
         return with_automatic_axes(multiply, sharding, input, *arrays)
 
     def _require_fit(self, contraction: AbstractContraction, computed_in: np.dtype, dtype: np.dtype) -> None:
@@ -223,7 +222,7 @@ class QuantizedKernel(eqx.Module):
                 f"contracted={axes} in the Kernel that the layer's LayerRule returns"
             )
         # A checkpoint's scales do not depend on the dtype.
-        rounds = self.input_bits is None and self._is_whole
+        rounds = self.input_bits is None and (self._is_whole or self.stored.tensor_scale is not None)
         made_for = self.compute_dtype or self.dtype
         if rounds and (made_for == jnp.bfloat16) != (computed_in == jnp.bfloat16):
             raise ValueError(

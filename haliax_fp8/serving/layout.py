@@ -9,6 +9,7 @@ from ..recipes.scaling import (
     CurrentScaling,
     HighPrecision,
     MXFP8Scaling,
+    NVFP4Scaling,
     RowwiseScaling,
     StaticScaling,
 )
@@ -30,7 +31,10 @@ def why_not_served(layout: Layout) -> str:
     if layout != layout.of_one_layer:
         return "it says more than how one layer is quantized; take layout.of_one_layer, and exclude=... for the others"
     if layout.format is E2M1:
-        return "no product for inference takes weights in four bits"
+        is_native = not layout.exponents and layout.size in ((1, 16), (16, 16)) and inputs == _NV_INPUTS
+        return "" if is_native else "no product for inference takes weights in four bits but those of NVFP4_DYNAMIC"
+    if inputs is not None and (inputs.format is E2M1 or (inputs.size and inputs.strategy != "group")):
+        return "no product multiplies inputs in four bits, or with two levels of scales, by weights in FP8"
     if inputs is not None and inputs.bound is not None:
         return f"no product clips inputs at activation_scale_ub={inputs.bound:g}; a folder in FP8_DYNAMIC does not"
     if inputs is None and in_blocks:
@@ -45,6 +49,8 @@ def why_not_served(layout: Layout) -> str:
         return f"no product takes scales for blocks of {layout.size}"
     return ""
 
+
+_NV_INPUTS = named["NVFP4_DYNAMIC"].inputs
 
 layouts: dict[str, Layout] = {name: layout for name, layout in named.items() if not why_not_served(layout)}
 """Those of `haliax_fp8.layouts.named` in which layers multiply."""
@@ -81,6 +87,8 @@ def scaling_of_kernel(layout: Layout, *, is_whole: bool, power_of_two: bool) -> 
     """
     if is_whole:
         return StaticScaling() if layout.is_static else CurrentScaling()
+    if layout.format is E2M1:
+        return NVFP4Scaling(square=layout.strategy == "block")
     match layout.strategy, layout.size:
         case "group", _:
             return MXFP8Scaling()
@@ -100,6 +108,8 @@ def scaling_of_input(layout: Layout, *, power_of_two: bool) -> AbstractScaling |
     inputs = layout.inputs
     if inputs is None:
         return None
+    if inputs.format is E2M1:
+        return NVFP4Scaling(per_row=True)
     match inputs.strategy:
         case "tensor":
             return CurrentScaling() if inputs.dynamic else StaticScaling()

@@ -14,13 +14,14 @@ from jaxtyping import Array, Float
 
 from .._jax.max_grad import to_float32
 from .._numerics.quantized_array import QuantizedArray
-from .._numerics.stored_array import StoredArray, bits_of
+from .._numerics.stored_array import StoredArray, bits_of, codes_of
 from .._op import Fp8DotGeneral
-from .._product.blocks import exponent_of
+from .._product.blocks import NV, exponent_of
 from .._product.grouped.contraction import RaggedContraction
 from .._product.operands import quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
 from .._state.op_state import OpState
+from ..formats import E2M1
 from ..layers.checks import table_on_host, uncalibrated_operands, unrecorded_operands
 from ..layers.quantized_kernels import BoundKernel, bind_kernel, is_floating, with_names_of_stacks
 from ..layers.rule import LayerRule
@@ -31,6 +32,7 @@ from ..recipes.scaling import (
     CurrentScaling,
     Members,
     MXFP8Scaling,
+    NVFP4Scaling,
     OperandUse,
     StaticScaling,
 )
@@ -93,14 +95,22 @@ def served_kernel(
     data = quantized.data
     if order != tuple(range(ndim)):
         data = jnp.transpose(data, (*range(bound.leading), *(bound.leading + axis for axis in order)))
+    in_four = layout.format is E2M1
+    if in_four and data.shape[-1] % 2:
+        raise ValueError(
+            f"{name} sums over an odd number of inputs, {data.shape[-1]}, and layout={layout.name!r} has two in each "
+            "byte; exclude it, or take a layout in FP8"
+        )
     named = functools.partial(with_names_of_stacks, stack=bound.stack, leading=bound.leading)
     stored = StoredArray(
-        named(bits_of(data)),
+        named(codes_of(data) if in_four else bits_of(data)),
         _named_scale(quantized, bound, scaling, per_expert=per_expert),
-        dtype=np.dtype(data.dtype),
+        _named_tensor_scale(quantized, bound),
+        dtype=np.dtype(E2M1.dtype if in_four else data.dtype),
         order=order,
         block=None if quantized.block is None else quantized.block[bound.leading :],
         scale_bits=quantized.scale_bits,
+        tensor_scale_bits=quantized.tensor_scale_bits,
     )
     stored_input = None if input_scale is None else named(bits_of(input_scale))
     dtype = np.dtype(bound.array.dtype)
@@ -119,9 +129,17 @@ def _named_scale(
         scale = scale.reshape(bound.array.shape[: bound.leading])
     if isinstance(scaling, MXFP8Scaling):
         scale = exponent_of(scale)
+    elif isinstance(scaling, NVFP4Scaling):
+        scale = NV.scale_bits(quantized)
     else:
         scale = bits_of(scale)
     return with_names_of_stacks(scale, bound.stack, bound.leading)
+
+
+def _named_tensor_scale(quantized: QuantizedArray, bound: BoundKernel) -> hax.NamedArray | None:
+    if (scale := quantized.tensor_scale) is None:
+        return None
+    return with_names_of_stacks(bits_of(scale.reshape(scale.shape[: bound.leading])), bound.stack, bound.leading)
 
 
 def _spec_of(op: Fp8DotGeneral, state: OpState, contraction: Any, bound: BoundKernel) -> ProductSpec:

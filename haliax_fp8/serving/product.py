@@ -133,12 +133,13 @@ def _mapped(size: int, is_mapped: Any, operands: Any, spec: ServedProduct) -> Ar
 
 def _with_rank_of_data(x: QuantizedArray, spec: ServedProduct) -> QuantizedArray:
     """Gives the members' scales, one per member, and their blocks the rank of the data."""
-    scale, block = x.scale, x.block
-    if scale.ndim < x.data.ndim:
-        scale = scale.reshape(*scale.shape, *(1,) * (x.data.ndim - scale.ndim))
-    if block is not None:
-        block = (*(1,) * (x.data.ndim - len(block)), *block)
-    return dataclasses.replace(x, scale=scale, block=block)
+
+    def ranked(scale: Array) -> Array:
+        return scale.reshape(*scale.shape, *(1,) * (x.data.ndim - scale.ndim))
+
+    block = None if x.block is None else (*(1,) * (x.data.ndim - len(x.block)), *x.block)
+    tensor_scale = None if x.tensor_scale is None else ranked(x.tensor_scale)
+    return dataclasses.replace(x, scale=ranked(x.scale), block=block, tensor_scale=tensor_scale)
 
 
 def _multiply(
@@ -254,13 +255,15 @@ def padded_product(
     both, contraction, out_axis = spec.contraction.fold(
         (padded(input.data, 0.0), kernel.data), (position, None), count, position
     )
-    scale = input.scale
-    if input.block is not None or scale.size > 1:
-        scale = padded(scale, 1.0)
-    elif scale.ndim:
-        scale = lax.expand_dims(scale, (position,))
+
+    def of_rows(scale: Array) -> Array:
+        if input.block is not None or scale.size > 1:
+            return padded(scale, 1.0)
+        return lax.expand_dims(scale, (position,)) if scale.ndim else scale
+
     block = None if input.block is None else (*input.block[:position], 1, *input.block[position:])
-    wide = dataclasses.replace(input, data=both[0], scale=scale, block=block)
+    tensor_scale = None if input.tensor_scale is None else of_rows(input.tensor_scale)
+    wide = dataclasses.replace(input, data=both[0], scale=of_rows(input.scale), block=block, tensor_scale=tensor_scale)
     spec = dataclasses.replace(spec, contraction=contraction)
     out = _product(wide, dataclasses.replace(kernel, data=both[1]), extras, spec, dtype)
     return lax.index_in_dim(out, 0, axis=out_axis + spec.ensemble, keepdims=False)

@@ -43,10 +43,12 @@ class NVFP4Scaling(AbstractScaling):
             has no value between 4 and 6, but 3 below 4. With stochastic rounding, the expected error decides. The error
             of a block is never above that of `four_over_six=False`.
         per_device: Inside `jax.shard_map`, a tensor scale for each device's part, as in `CurrentScaling`.
+        per_row: A scale for each row instead of one for the tensor, so that rows do not depend on each other. It
+            multiplies the product's rows. Kernels keep one scale.
 
     Raises:
-        ValueError: If `per_device` is neither True nor False; when used, if the last block is partial and
-            `padding` is False.
+        ValueError: If `per_device` or `per_row` is neither True nor False, or `per_row` is combined with `square`; when
+            used, if the last block is partial and `padding` is False.
 
     References:
         NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149); TransformerEngine's
@@ -68,6 +70,7 @@ class NVFP4Scaling(AbstractScaling):
     padding: bool = True
     four_over_six: bool = False
     per_device: bool = False
+    per_row: bool = False
 
     units: ClassVar[MatrixUnits] = FP4_UNITS
     rounds_scale: ClassVar[bool] = True
@@ -76,7 +79,13 @@ class NVFP4Scaling(AbstractScaling):
     cast_cost: ClassVar[CastCost] = CastCost(bytes=13.0, launches=9)
 
     def __post_init__(self) -> None:
-        require_bool("per_device", self.per_device, of="NVFP4Scaling")
+        for name in ("per_device", "per_row"):
+            require_bool(name, getattr(self, name), of="NVFP4Scaling")
+        if self.per_row and self.square:
+            raise ValueError(
+                "per_row=True and square=True of NVFP4Scaling: a block of 16x16 has one scale for its 16 rows; use "
+                "per_row for inputs and gradients, and square for kernels"
+            )
 
     @property
     def per_axis(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -86,7 +95,7 @@ class NVFP4Scaling(AbstractScaling):
     @property
     def for_kernel(self) -> AbstractScaling:
         """The same scaling with square blocks, so that fprop and dgrad share one quantized kernel."""
-        return dataclasses.replace(self, square=True)
+        return dataclasses.replace(self, square=True, per_row=False)
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each block and that of the tensor."""
@@ -95,9 +104,9 @@ class NVFP4Scaling(AbstractScaling):
         amax = blockwise_amax(use.counted(x), block)
         # A block that holds an infinity or NaN has a scale of NaN, and leaves the others theirs.
         finite = jnp.isfinite(amax)
-        axes = tuple(range(use.ensemble, x.ndim))
+        axes = use.contracted if self.per_row else tuple(range(use.ensemble, x.ndim))
         tensor_amax = jnp.max(jnp.where(finite, amax, 0.0), axis=axes, keepdims=True, initial=0.0)
-        tensor_amax = largest_over_devices(tensor_amax, () if self.per_device else use.devices)
+        tensor_amax = largest_over_devices(tensor_amax, () if self.per_device or self.per_row else use.devices)
         limit = E4M3.max * use.format.max
         if use.scale_bits < 24:
             unit = scale_of(tensor_amax, limit, use.scale_bits)
