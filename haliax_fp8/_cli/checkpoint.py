@@ -15,7 +15,8 @@ from ..folders import (
     convert_folder,
 )
 from ..folders.convert import ScalePrecision
-from ..layouts import PLAIN, named
+from ..folders.layout import written
+from ..layouts import PLAIN
 from .help_text import Paragraphs
 from .load import UsageError
 from .screen import fitted, on_error, screen
@@ -58,7 +59,7 @@ def add_parsers(commands: Any) -> None:
     )
     convert = actions.add_parser("convert", help="write it in another layout")
     merge = actions.add_parser("merge", help="write it with an adapter, ours or PEFT's, merged into its weights")
-    layouts = [*named, PLAIN]
+    layouts = [*written, PLAIN]
     for action in (convert, merge):
         action.add_argument(
             "--to", required=True, choices=layouts, metavar="LAYOUT", help=f"one of {', '.join(layouts)}"

@@ -29,6 +29,9 @@ KEY, MODELOPT = "quantization_config", "hf_quant_config.json"
 PACKED, UNIT, INPUT_UNIT = "weight_packed", "weight_global_scale", "input_global_scale"
 
 
+written = [name for name, layout in named.items() if layout.inputs != named["NVFP4_DYNAMIC"].inputs]
+"""The names of layouts that folders may have. No configuration has scales of each token beside those of its groups."""
+
 # Methods of folders that others write.
 _ONLY_READ = ("fbgemm_fp8", "torchao", "mxfp4", "scale_weight")
 
@@ -120,7 +123,7 @@ def config_files(layout: Layout, ignore: Sequence[str]) -> tuple[Mapping[str, An
     is_only_read |= layout.format is E2M1 and layout.method != "compressed-tensors"
     is_only_read |= layout.method == "modelopt" and layout.strategy != "tensor"
     if layout.groups or layout.method in _ONLY_READ or is_only_read:
-        raise ValueError(f"layout={layout.name!r} is only read; write one of {list(named)}")
+        raise ValueError(f"layout={layout.name!r} is only read; write one of {written}")
     if layout.method == "modelopt":
         producer = {"name": "haliax_fp8"}
         common = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8" if layout.cached else None}
@@ -211,6 +214,11 @@ def require_quantizable(weight: str, shape: tuple[int, ...], layout: Layout) -> 
         shape: Its shape, `[..., out, in]`.
         layout: The layout.
     """
+    if layout.name in named and layout.name not in written:
+        raise ValueError(
+            f"layout={layout.name!r} has a scale for each token of the input of {weight}, which no folder can say: serve "
+            "the model in process, with quantize_for_inference, or write its weights as 'NVFP4A16'"
+        )
     if 0 in shape:
         raise ValueError(f"{weight} has shape {shape}: it has no elements, and so no scale; leave it out")
     if layout.format is E2M1 and shape[-1] % 2:

@@ -38,7 +38,7 @@ from ..layers import Fp8DotGeneral, LayerRule, default_rules
 from ..layers.checks import check_not_modified, require_layers, require_merged, unrecorded_operands
 from ..layers.walk import Targets, as_patterns
 from ..layouts import PLAIN, Layout, as_layout
-from ..recipes import SCALE_BITS, AbstractScaling, OperandName
+from ..recipes import SCALE_BITS, AbstractScaling, NVFP4Scaling, OperandName
 from .architecture import names_of
 from .description import description_of
 from .model import tensors_of, without_sharing
@@ -367,6 +367,12 @@ def _require_quantizable(tensor: Tensor, layout: Layout) -> None:
             f"{tensor.path} is in {tensor.dtype} in the model, and the layout has {layout.format.dtype}; export "
             "serving.dequantize(model), which quantizes it again"
         )
+    if layout.is_static and _scales_tokens(tensor):
+        raise ValueError(
+            f"{tensor.path} has a scale for each token of its input, and layout={layout.name!r} one for all of it: "
+            "write the weights alone, as 'NVFP4A16', or serve the model in process, with "
+            "quantize_for_inference(model, 'NVFP4_DYNAMIC')"
+        )
     if layout.is_static and not _has_input_scale(tensor):
         raise ValueError(
             f"{tensor.path} has no scale for its input, which a static layout needs: it has to come from training "
@@ -374,6 +380,16 @@ def _require_quantizable(tensor: Tensor, layout: Layout) -> None:
             f"{'NVFP4A16' if layout.has_units else 'FP8_DYNAMIC'!r} needs none"
         )
     require_quantizable(tensor.path, tensor.shape, layout)
+
+
+def _scales_tokens(tensor: Tensor) -> bool:
+    """Whether its input has scales in two levels, one of them for each token."""
+    if tensor.layer is not None:
+        quantization = tensor.layer.kernel.input
+    else:
+        quantization = None if tensor.op is None else tensor.op.recipe.input
+    scaling = None if quantization is None else quantization.scaling
+    return isinstance(scaling, NVFP4Scaling) and scaling.per_row
 
 
 def _has_input_scale(tensor: Tensor) -> bool:
