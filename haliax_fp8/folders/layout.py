@@ -216,8 +216,8 @@ def require_quantizable(weight: str, shape: tuple[int, ...], layout: Layout) -> 
     """
     if layout.name in named and layout.name not in written:
         raise ValueError(
-            f"layout={layout.name!r} has a scale for each token of the input of {weight}, which no folder can say: serve "
-            "the model in process, with quantize_for_inference, or write its weights as 'NVFP4A16'"
+            f"layout={layout.name!r} has a scale for each token of the input of {weight}, which no folder can say: "
+            "serve the model in process, with quantize_for_inference, or write its weights as 'NVFP4A16'"
         )
     if 0 in shape:
         raise ValueError(f"{weight} has shape {shape}: it has no elements, and so no scale; leave it out")
