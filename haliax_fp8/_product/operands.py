@@ -192,7 +192,7 @@ def in_high_precision(
     if not spec.recipe.uses[operand, product].scaling.quantizes:
         return x
     contracted = spec.batched.contracted(product)[OPERANDS[product].index(operand)]
-    if factors_out(x, contracted):
+    if factors_out(x, contracted) and x.rotation is None:
         # Every format's values are exact in bfloat16 and float16; the scale is applied behind the product.
         return dataclasses.replace(x, data=lax.convert_element_type(keep_cast(x.data), dtype))
     return unscaled(lax.convert_element_type(x.dequantize(), dtype), spec.ensemble)

@@ -18,6 +18,7 @@ from .._numerics.stored_array import StoredArray, bits_of
 from .._state.record import in_product
 from .._state.table import numbers_of
 from ..recipes.recipe import USES, ProductName
+from ..recipes.scaling import HadamardScaling
 from .kernel_for_products import KernelForProducts
 from .operands import measured_parts, quantize_operand, round_to, scales_of
 from .spec import ProductSpec
@@ -30,7 +31,7 @@ def quantize_kernel(
     gathered: PartitionSpec | None = None,
     scale_dtype: np.dtype | None = None,
 ) -> KernelForProducts[Array] | None:
-    """A kernel as its products take it; None if none of them quantizes it, or one rounds it at random.
+    """A kernel as its products take it; None if none of them quantizes it, or one rotates or randomly rounds it.
 
     Bit for bit what the products would quantize. Nothing is differentiated: gradients reach the kernel itself.
 
@@ -42,7 +43,8 @@ def quantize_kernel(
         scale_dtype: The dtype of the state that the scales come from, see `dtype_of_scales`.
     """
     uses = [spec.recipe.uses["kernel", product] for product in USES["kernel"]]
-    if any(use.rounding.needs_key for use in uses) or not any(use.scaling.quantizes for use in uses):
+    is_made_in_products = any(use.rounding.needs_key or isinstance(use.scaling, HadamardScaling) for use in uses)
+    if is_made_in_products or not any(use.scaling.quantizes for use in uses):
         return None
     record = None if record is None else lax.stop_gradient(in_product(record))
     quantized = _quantized_for_all(lax.stop_gradient(kernel), record, spec=spec, gathered=gathered)

@@ -126,15 +126,10 @@ class Recipe:
                     "recipe.forward_only(), or a name such as 'rowwise_fprop'; for gradients of the quantized "
                     "operands, recipe.forward_only(dequantized=True)"
                 )
-            rotated = [isinstance(q.scaling, HadamardScaling) for q in operands]
+            rotated = [isinstance(q.scaling, HadamardScaling) for q in operands if q.scaling.quantizes]
             if any(rotated) and not all(rotated):
                 raise ValueError(
                     f"recipe rotates one operand of {name} and not the other: {operands}; use HadamardScaling for both"
-                )
-            if any(isinstance(q.scaling, HadamardScaling) for q in self.operands):
-                raise ValueError(
-                    "recipe rotates an operand of fprop or dgrad, which is not supported; use HadamardScaling for "
-                    "input_for_wgrad and output_grad_for_wgrad"
                 )
         for name, second_use in _SECOND_USES.items():
             first, second = getattr(self, name), getattr(self, second_use)
