@@ -51,13 +51,11 @@ def block_scaled_dot(
     """
 
     def dequantized(a: QuantizedArray, b: QuantizedArray) -> Array:
-        out = lax.dot_general(
-            a.dequantize_rotated(),
-            b.dequantize_rotated(),
-            dimensions.numbers,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        values = [(x if blocks is not NV else _without_tensor_scale(x)).dequantize_rotated() for x in (a, b)]
+        out = lax.dot_general(*values, dimensions.numbers, precision=precision, preferred_element_type=jnp.float32)
+        if blocks is NV:
+            # Outside of the sum, as hardware has them: sums of such small numbers hardly depend on their order.
+            return rows_scaled(out, *map(_tensor_scale_alone, (a, b)), dimensions, dtype)
         return lax.convert_element_type(out, dtype)
 
     pairs = sorted(zip(dimensions.lhs_contract, dimensions.rhs_contract, strict=True))
@@ -133,10 +131,20 @@ def native_product(
         is_exact = dtype == jnp.bfloat16 and a.tensor_scale_bits + b.tensor_scale_bits <= 8
         between = dtype if is_exact else FLOAT32
         return lax.convert_element_type(_bind(a, b, dimensions, between, blocks, scale.astype(between)), dtype)
-    # Members of an ensemble have scales of their own.
+    # Rows, or members of an ensemble, have scales of their own.
     out = _bind(a, b, dimensions, FLOAT32, blocks)
-    scales_alone = QuantizedArray(a.data, a.tensor_scale), QuantizedArray(b.data, b.tensor_scale)
-    return rows_scaled(out, *scales_alone, dimensions, dtype)
+    return rows_scaled(out, *map(_tensor_scale_alone, (a, b)), dimensions, dtype)
+
+
+def _tensor_scale_alone(x: QuantizedArray) -> QuantizedArray:
+    assert x.tensor_scale is not None
+    return QuantizedArray(x.data, x.tensor_scale)
+
+
+def _without_tensor_scale(x: QuantizedArray) -> QuantizedArray:
+    # Exact: the scale is a value of E4M3 times the tensor's.
+    scale = saturating_cast(x.scale / x.tensor_scale, E4M3).astype(jnp.float32)
+    return dataclasses.replace(x, scale=scale, tensor_scale=None)
 
 
 def _bind(

@@ -34,6 +34,7 @@ from haliax_fp8.huggingface import (
 )
 from haliax_fp8.huggingface.training_scales import quantized_as_in_training as quantized
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
+from haliax_fp8.folders.layout import written
 from haliax_fp8.layouts import Inputs, Layout, named as layouts
 from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig
 from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2FNUZ
@@ -107,7 +108,7 @@ def bytes_of(tensors) -> dict[str, tuple]:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("layout", layouts)
+@pytest.mark.parametrize("layout", written)
 def test_round_trip(trained, plain, layout, tmp_path):
     """Exported, imported frozen, exported again: every byte. Dequantized, it is `data * scale`. Streamed, the same."""
     options = {"names": names.LLAMA, "hf_config": hugging_face_config(plain)}
@@ -430,7 +431,7 @@ def words():
     return calibrate(model, loss, [jax.random.normal(jax.random.key(1), (4, 64))])
 
 
-@pytest.mark.parametrize("layout", layouts)
+@pytest.mark.parametrize("layout", written)
 def test_matrices_in_high_precision_are_ignored_by_class_not_by_name(words, layout, tmp_path):
     """Embeddings, convolutions, a norm with two axes, an excluded layer; and FP8 in a layer called `embed`."""
     report = export_model(words, tmp_path / "out", layout)

@@ -226,7 +226,7 @@ def test_transformations(layout):
     np.testing.assert_array_equal(found, once[:, 0])
 
 
-@pytest.mark.parametrize("layout", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"])
+@pytest.mark.parametrize("layout", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "NVFP4_DYNAMIC"])
 def test_row_alone_is_row_in_batch(layout):
     """Whatever else is in the batch: a row's FP8 data and its result, bit for bit, with a row that is far larger."""
     x = normal(1, 20, 64).at[3].mul(1000.0)
@@ -251,7 +251,7 @@ def test_rows_of_one_scale_are_not_independent():
     assert not np.array_equal(call(x[:1]), call(x)[:1])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "NVFP4_DYNAMIC"])
 def test_exported_for_any_number_of_rows(layout):
     """One exported program serves all batch sizes, with the bits of the program for each."""
     call = jax.jit(jax.vmap(quantize_for_inference(calibrated(equinox_linear(), normal(2, 20, 64)), layout)))
@@ -264,7 +264,7 @@ def test_exported_for_any_number_of_rows(layout):
 
 
 @pytest.mark.parametrize("kernel_first", [False, True])
-@pytest.mark.parametrize("layout", ["FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"])
+@pytest.mark.parametrize("layout", ["FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "NVFP4_DYNAMIC"])
 @pytest.mark.parametrize("shape", [(2, 5, 64), (64,)], ids=str)
 def test_padded_rows_change_nothing(layout, shape, kernel_first):
     """What NVIDIA's GPUs multiply for few rows: exact sums of small numbers, so that no order of them matters."""
@@ -485,6 +485,10 @@ def test_errors():
     with pytest.raises(ValueError, match="quantized for products in float32, whose scales differ"):
         calibrated_layer = quantize_for_inference(calibrated(layer, x), "FP8")
         calibrated_layer.kernel.dot_general(x[0].astype(jnp.bfloat16), (((0,), (1,)), ((), ())), jnp.bfloat16)
+    with pytest.raises(ValueError, match="quantized for products in float32, whose scales differ"):
+        quantize_for_inference(layer, "NVFP4_DYNAMIC")(x[0].astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="odd number of inputs, 63, and layout='NVFP4_DYNAMIC' has two in each byte"):
+        quantize_for_inference(eqx.nn.Linear(63, 32, key=jax.random.key(0)), "NVFP4_DYNAMIC")
     linear = hnn.Linear.init(In, Out, key=jax.random.key(0))
     with pytest.raises(ValueError, match="but lack \\['inputs'\\], which the layer sums over"):
         quantize_for_inference(linear, "FP8_DYNAMIC")(hax.ones(Out))
@@ -492,6 +496,8 @@ def test_errors():
         (dataclasses.replace(layouts["MXFP8"], inputs=None), "dequantized copy"),
         (dataclasses.replace(layouts["MXFP8"], inputs=Inputs("token")), "no hardware multiplies blocks"),
         (dataclasses.replace(layouts["FP8_BLOCK"], size=(1, 128)), r"scales for blocks of \(1, 128\)"),
+        (Layout("channel", Inputs("token", size=16)), "two levels of scales, by weights in FP8"),
+        (dataclasses.replace(layouts["NVFP4_DYNAMIC"], inputs=Inputs("token")), "those of NVFP4_DYNAMIC"),
         (Layout("channel", Inputs("token", bound=1200.0)), "activation_scale_ub=1200"),
         (Layout("channel", ignore=("lm_head",)), "take layout.of_one_layer, and exclude"),
     ):
