@@ -24,6 +24,7 @@ from helpers import rounded_up
 from haliax_fp8 import Recipe, calibrate, fp8_linear_layers
 from haliax_fp8.folders.beside import write_config
 from haliax_fp8.folders.configuration import layout_of
+from haliax_fp8.folders.layout import written
 from haliax_fp8.huggingface import (
     check_folder,
     export_model,
@@ -34,7 +35,6 @@ from haliax_fp8.huggingface import (
 )
 from haliax_fp8.huggingface.training_scales import quantized_as_in_training as quantized
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
-from haliax_fp8.folders.layout import written
 from haliax_fp8.layouts import Inputs, Layout, named as layouts
 from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig
 from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2FNUZ

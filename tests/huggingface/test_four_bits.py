@@ -25,8 +25,8 @@ from haliax_fp8.huggingface import (
 )
 from haliax_fp8.layers.quantized import is_quantized_layer
 from haliax_fp8.models import Transformer, TransformerConfig
-from haliax_fp8.recipes import E2M1, MXFP8Scaling, OperandUse, by_name
-from haliax_fp8.serving import dequantize
+from haliax_fp8.recipes import E2M1, MXFP8Scaling, NVFP4Scaling, OperandUse, Quantization, by_name
+from haliax_fp8.serving import dequantize, quantize_for_inference
 
 
 LLAMA = TransformerConfig(layers=2, hidden=HIDDEN, heads=4, kv_heads=2, head_dim=32, mlp=INNER, vocab=VOCABULARY)
@@ -198,6 +198,28 @@ def test_exports_round_scales_as_training_did(rule):
     codes = found["out.weight_packed"]
     values = E2M1_VALUES[np.stack([codes & 15, codes >> 4], -1)].reshape(64, 64)
     np.testing.assert_array_equal(values, np.asarray(quantized.data, np.float64))
+
+
+def test_what_folders_of_nvfp4_cannot_hold(tmp_path):
+    """A scale for each token: named, whether a model trains or is served with it; its weights fit, bit for bit."""
+    rows = dataclasses.replace(by_name("nvfp4"), input=Quantization(E2M1, NVFP4Scaling(per_row=True)))
+    plain = eqx.nn.MLP(96, 64, 64, 1, key=jax.random.key(0))
+    trained = fp8_linear_layers(plain, recipe=rows)
+    served = quantize_for_inference(trained, "NVFP4_DYNAMIC")
+    for model in (trained, served):
+        with pytest.raises(ValueError, match=r"layers\.0 has a scale for each token.*layout='NVFP4' one.*'NVFP4A16'"):
+            export_model(model, tmp_path / "out", "NVFP4")
+        with pytest.raises(
+            ValueError, match=r"layout='NVFP4_DYNAMIC' has a scale for each token.*layers\.0.*'NVFP4A16'"
+        ):
+            export_model(model, tmp_path / "out", "NVFP4_DYNAMIC")
+    export_model(served, tmp_path / "out", "NVFP4A16", dtype=None)
+    back = import_model(tmp_path / "out", plain)
+    for layer, expected in zip(back.layers, dequantize(served).layers, strict=True):
+        # compressed-tensors has the reciprocal of the tensor's scale.
+        np.testing.assert_allclose(layer.weight, expected.weight, rtol=3e-7)
+    with pytest.raises(ValueError, match="layout='NVFP4_DYNAMIC' has a scale for each token"):
+        convert_folder(tmp_path / "out", tmp_path / "new", "NVFP4_DYNAMIC")
 
 
 def test_nvfp4_has_the_largest_of_what_engines_make_one(tmp_path):

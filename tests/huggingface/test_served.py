@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from haliax_fp8 import calibrate, fp8_linear_layers
 from haliax_fp8.experimental.attention import Fp8Attention
-from haliax_fp8.huggingface import export_model, import_model, names, serving_tensors
 from haliax_fp8.folders.layout import written
+from haliax_fp8.huggingface import export_model, import_model, names, serving_tensors
 from haliax_fp8.layouts import PLAIN, named
 from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.serving import QuantizedKernel, dequantize, layouts, quantize_for_inference

@@ -95,11 +95,11 @@ def test_native_product_of_every_pair_of_blocks(scaling_a, scaling_b):
     assert_native_is_dequantized(a, b, numbers)
 
 
-@pytest.mark.parametrize("square", [False, True], ids=["1x16", "16x16"])
+@pytest.mark.parametrize("per_row, square", [(False, False), (False, True), (True, True)], ids=str)
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_native_product_of_nvfp4(product, square):
+def test_native_product_of_nvfp4(product, per_row, square):
     numbers, shape_a, shape_b = PRODUCTS[product]
-    scalings = NVFP4Scaling(), NVFP4Scaling(square=square)
+    scalings = NVFP4Scaling(per_row=per_row), NVFP4Scaling(square=square)
     a, b, numbers = quantized(*operands(shape_a, shape_b), numbers, *scalings, format=E2M1)
     assert_native_is_dequantized(a, b, numbers, NV)
 

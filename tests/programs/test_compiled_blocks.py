@@ -11,9 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 import haliax_fp8 as fp8
 from haliax_fp8._product import blocks
+from haliax_fp8.devices.catalog import peaks
+from haliax_fp8.devices.roofline import LIKELY
 from haliax_fp8.memory import KernelResidual
 from haliax_fp8.preflight import compilable_devices, inspect_step
 from haliax_fp8.preflight.devices import CUDNN
+from haliax_fp8.preflight.hlo import parse_hlo
+from haliax_fp8.preflight.program import entry_sites, launches, opened
+from haliax_fp8.preflight.traffic import is_launch, touched
 
 
 pytestmark = [
@@ -55,6 +60,10 @@ def step(blocks, x):
     overwrites, gradients = fp8.partition_for_grad_overwrite(gradients)
     return fp8.apply_updates(blocks, jax.tree.map(jnp.negative, gradients), overwrites)
 
+
+# Of a B200: 148 cores, each of which takes 64 integer operations in a cycle (CUDA's programming guide, 10.0).
+PEAKS, B200_INTEGERS = peaks["b200"], 148 * 64 * 1.965e9
+HASH = ("xor", "multiply", "add", "and", "shift-right-logical")
 
 X = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
 
@@ -130,6 +139,38 @@ def test_nvfp4_multiplies_in_fp4_on_one_device_and_on_several(sharding, sides):
     assert {(p.name, p.lhs, p.rhs, p.implementation) for p in products} == {
         (name, "f4e2m1fn", "f4e2m1fn", "cuDNN block scaled") for name in ("fprop", "dgrad", "wgrad")
     }
+
+
+def test_what_random_rounding_costs():
+    """No bytes; and arithmetic that takes about as long as the bytes of its launch, with which it overlaps."""
+    nvfp4 = fp8.recipes.named["nvfp4"]
+    nearest = dataclasses.replace(nvfp4, output_grad=nvfp4.input, output_grad_for_wgrad=nvfp4.input_for_wgrad)
+    of_input = dataclasses.replace(nvfp4.input_for_wgrad, rounding=fp8.recipes.Rounding.STOCHASTIC)
+    moved, slowest = [], []
+
+    def gradients(model, x, key):
+        def loss(model, x):
+            model = fp8.with_rounding_keys(fp8.cast_params(model, jnp.bfloat16), key)
+            return (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean()
+
+        return jax.grad(loss, (0, 1), allow_int=True)(model, x)
+
+    for recipe in (nearest, nvfp4, dataclasses.replace(nvfp4, input_for_wgrad=of_input)):
+        config = fp8.Fp8Config(recipe=recipe, emulate=True)
+        layer = lambda config=config: fp8.fp8_linear_layers(eqx.nn.Linear(512, 1024, key=jax.random.key(0)), config)
+        x, key = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16), jax.eval_shape(lambda: jax.random.key(0))
+        report = inspect_step(gradients, eqx.filter_eval_shape(layer), x, key, device="b200", other_setting=False)
+        moved.append(report.step.others.bytes)
+        found = [0.0]
+        for launch in filter(is_launch, launches(entry_sites(parse_hlo(report.step.text)))):
+            inside = [site.instruction for site in opened(launch) if site.instruction.shape.dtype == "u32"]
+            integers = sum(x.shape.bytes // 4 for x in inside if x.opcode in HASH)
+            if integers > 8 * 512 * 1024:  # more than casts need
+                seconds = touched(launch) / (PEAKS.bandwidth * LIKELY.cast_bandwidth)
+                found.append(integers / B200_INTEGERS / seconds)
+        slowest.append(max(found))
+    assert max(moved) < 1.001 * min(moved)
+    assert slowest[0] == 0.0 and 0.7 < min(slowest[1:]) and max(slowest[1:]) < 1.2
 
 
 def test_from_which_cudnn_on_its_products_take_the_scale_of_a_tensor():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import recipe_reference as reference
 from haliax.state_dict import to_state_dict
 from helpers import unchecked
 from jax import export
@@ -31,6 +32,7 @@ from haliax_fp8._product.dimensions import DotDimensions
 from haliax_fp8.huggingface import export_model, import_model
 from haliax_fp8.layers import AbstractQuantizedLayer, Kernel, LayerRule, default_rules
 from haliax_fp8.layouts import Inputs, Layout
+from haliax_fp8.recipes import E2M1, NVFP4Scaling, Quantization, by_name
 from haliax_fp8.serving import (
     QuantizedEquinoxLinear,
     QuantizedKernel,
@@ -91,6 +93,49 @@ def test_values_and_bytes(layout):
     of_inputs = 0.0 if layout == "W8A16" else np.abs(np.asarray(x)).max() * 2.0**-4
     bound = of_inputs * np.abs(data * spread).sum(1) + 1e-4
     assert (np.abs(out - expected) <= bound).all() and np.abs(out - expected).mean() < 0.2 * bound.mean()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_in_nvfp4_served_is_trained(dtype):
+    """Bit for bit, whatever else is in the batch; the weight is that of NumPy, in half a byte and few scales."""
+    rows = dataclasses.replace(by_name("nvfp4"), input=Quantization(E2M1, NVFP4Scaling(per_row=True)))
+    layer = cast_params(equinox_linear(), dtype)
+    trained, x = fp8_linear_layers(layer, recipe=rows), normal(1, 24, 64, dtype=dtype).at[20].multiply(1e4)
+    served, call = quantize_for_inference(trained, "NVFP4_DYNAMIC"), eqx.filter_jit(lambda m, x: jax.vmap(m)(x))
+    together = call(trained, x)
+    for part in (slice(None), slice(0, 5), slice(3, 4), slice(18, 24)):
+        np.testing.assert_array_equal(call(served, x[part]), together[part])
+    kernel = served.kernel
+    assert kernel.stored.data.array.shape == (32, 32) and kernel.stored.scale.array.shape == (2, 4)
+    assert kernel.bytes == 32 * 64 // 2 + 2 * 4 + 4
+    data, scale = reference.nvfp4(np.asarray(layer.weight, np.float32), rows=16)
+    values = data.astype(np.float64) * reference.expand(scale, (32, 64), 16, 16)
+    if dtype == jnp.float32:
+        np.testing.assert_allclose(dequantize(served).weight, values, rtol=1e-6)
+    # In bfloat16 the scale of the tensor has 7 bits, as in training. Half of the widest step is one scale.
+    error = np.abs(np.asarray(dequantize(served).weight, np.float64) - np.asarray(layer.weight, np.float64))
+    assert (error <= 1.1 * reference.expand(scale, (32, 64), 16, 16)).all()
+    np.testing.assert_allclose(call(freeze(served), x), call(dequantize(served, dtype), x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.more
+def test_layers_in_nvfp4_under_transformations():
+    """Of ensembles, stacks and experts: the numbers of training, and of each layer alone."""
+    rows = dataclasses.replace(by_name("nvfp4"), input=Quantization(E2M1, NVFP4Scaling(per_row=True)))
+    serve = lambda model: quantize_for_inference(fp8_linear_layers(model, recipe=rows), "NVFP4_DYNAMIC")
+    keys, x = jax.random.split(jax.random.key(0), 2), normal(1, 6, 64)
+    ensemble = eqx.filter_vmap(lambda key: eqx.nn.Linear(64, 32, key=key))(keys)
+    call = eqx.filter_jit(eqx.filter_vmap(lambda m, x: jax.vmap(m)(x), in_axes=(eqx.if_array(0), None)))
+    each = [jax.jit(jax.vmap(serve(eqx.nn.Linear(64, 32, key=key))))(x) for key in keys]
+    np.testing.assert_array_equal(call(serve(ensemble), x), jnp.stack(each))
+    named, run = hax.named(x, (Rows, In)), eqx.filter_jit(lambda m, x: m(x).array)
+    stack = hnn.Stacked.init(Layers, Same)(keys)
+    fold = eqx.filter_jit(lambda m: m.fold(named).array)
+    np.testing.assert_array_equal(fold(serve(stack)), fold(fp8_linear_layers(stack, recipe=rows)))
+    experts, sizes = hnn.MoELinear.init(Experts, In, Out, key=keys[0]), hax.named(jnp.array([4, 0, 2]), Experts)
+    of_groups = eqx.filter_jit(lambda m: m(named, sizes).array)
+    np.testing.assert_array_equal(of_groups(serve(experts)), of_groups(fp8_linear_layers(experts, recipe=rows)))
+    assert run(serve(hnn.Linear.init(In, (Out, Vocab), key=keys[0])), named).shape == (6, 32, 48)
 
 
 @pytest.mark.more
