@@ -51,11 +51,18 @@ def block_scaled_dot(
     """
 
     def dequantized(a: QuantizedArray, b: QuantizedArray) -> Array:
-        values = [(x if blocks is not NV else _without_tensor_scale(x)).dequantize_rotated() for x in (a, b)]
-        out = lax.dot_general(*values, dimensions.numbers, precision=precision, preferred_element_type=jnp.float32)
+        # Scales of tensors stay outside of the sum, as in hardware: sums of such small numbers hardly depend on their
+        # order.
+        left, right = (a, b) if blocks is not NV else (_without_tensor_scale(a), _without_tensor_scale(b))
+        out = lax.dot_general(
+            left.dequantize_rotated(),
+            right.dequantize_rotated(),
+            dimensions.numbers,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
         if blocks is NV:
-            # Outside of the sum, as hardware has them: sums of such small numbers hardly depend on their order.
-            return rows_scaled(out, *map(_tensor_scale_alone, (a, b)), dimensions, dtype)
+            return rows_scaled(out, _tensor_scale_alone(a), _tensor_scale_alone(b), dimensions, dtype)
         return lax.convert_element_type(out, dtype)
 
     pairs = sorted(zip(dimensions.lhs_contract, dimensions.rhs_contract, strict=True))
@@ -133,7 +140,7 @@ def native_product(
         return lax.convert_element_type(_bind(a, b, dimensions, between, blocks, scale.astype(between)), dtype)
     # Rows, or members of an ensemble, have scales of their own.
     out = _bind(a, b, dimensions, FLOAT32, blocks)
-    return rows_scaled(out, *map(_tensor_scale_alone, (a, b)), dimensions, dtype)
+    return rows_scaled(out, _tensor_scale_alone(a), _tensor_scale_alone(b), dimensions, dtype)
 
 
 def _tensor_scale_alone(x: QuantizedArray) -> QuantizedArray:
@@ -142,6 +149,7 @@ def _tensor_scale_alone(x: QuantizedArray) -> QuantizedArray:
 
 
 def _without_tensor_scale(x: QuantizedArray) -> QuantizedArray:
+    assert x.tensor_scale is not None
     # Exact: the scale is a value of E4M3 times the tensor's.
     scale = saturating_cast(x.scale / x.tensor_scale, E4M3).astype(jnp.float32)
     return dataclasses.replace(x, scale=scale, tensor_scale=None)

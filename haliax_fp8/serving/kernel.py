@@ -208,7 +208,8 @@ class QuantizedKernel(eqx.Module):
         arrays, structure = jax.tree.flatten((kernel, scale))
 
         def multiply(input: Array, *arrays: Array) -> Array:
-            return served_product(input, *jax.tree.unflatten(structure, arrays), extras, spec)
+            quantized, of_input = jax.tree.unflatten(structure, arrays)
+            return served_product(input, quantized, of_input, extras, spec)
 
         return with_automatic_axes(multiply, sharding, input, *arrays)
 
