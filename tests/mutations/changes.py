@@ -1190,6 +1190,27 @@ CHANGES = (
         ("test_convert.py::test_a_block_of_zeros_has_the_smallest_scale",),
     ),
     Change(
+        "rows of NVFP4 share a scale",
+        "recipes/scaling/nvfp4.py",
+        "axes = use.contracted if self.per_row else tuple(",
+        "axes = tuple(",
+        ("test_nvfp4.py::test_with_per_row_no_row_of_fprop_depends_on_others",),
+    ),
+    Change(
+        "gradients in high precision read what fprop rotated",
+        "_product/operands.py",
+        "factors_out(x, contracted) and x.rotation is None",
+        "factors_out(x, contracted)",
+        ("test_nvfp4.py::test_any_product_may_be_rotated",),
+    ),
+    Change(
+        "the halves of a byte of codes are exchanged",
+        "_numerics/stored_array.py",
+        "pairs[..., 0] | (pairs[..., 1] << np.uint8(4))",
+        "pairs[..., 1] | (pairs[..., 0] << np.uint8(4))",
+        ("test_for_inference.py::test_in_nvfp4_served_is_trained",),
+    ),
+    Change(
         "a block of zeros in NVFP4 is divided by zero",
         "folders/scaled_matrix.py",
         "np.where(stored == 0, np.asarray(0.125, E4M3.dtype), stored)",

@@ -531,7 +531,8 @@ def test_errors():
         calibrated_layer = quantize_for_inference(calibrated(layer, x), "FP8")
         calibrated_layer.kernel.dot_general(x[0].astype(jnp.bfloat16), (((0,), (1,)), ((), ())), jnp.bfloat16)
     with pytest.raises(ValueError, match="quantized for products in float32, whose scales differ"):
-        quantize_for_inference(layer, "NVFP4_DYNAMIC")(x[0].astype(jnp.bfloat16))
+        in_four = quantize_for_inference(layer, "NVFP4_DYNAMIC").kernel
+        in_four.dot_general(x[0].astype(jnp.bfloat16), (((0,), (1,)), ((), ())), jnp.bfloat16)
     with pytest.raises(ValueError, match="odd number of inputs, 63, and layout='NVFP4_DYNAMIC' has two in each byte"):
         quantize_for_inference(eqx.nn.Linear(63, 32, key=jax.random.key(0)), "NVFP4_DYNAMIC")
     linear = hnn.Linear.init(In, Out, key=jax.random.key(0))
