@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
@@ -21,7 +22,7 @@ _MAGNITUDES = ("amax", "scale", "rms_error", "norm", "kurtosis")
 
 
 def statistics_heatmaps(
-    measured: Sequence[Mapping[str, ArrayLike]],
+    measured: Sequence[Mapping[str, Any]],
     steps: Sequence[int] | None = None,
     operand: str = "input",
     statistics: Sequence[str] = ("scale", "amax", "underflow", "saturation"),
@@ -65,6 +66,11 @@ def statistics_heatmaps(
         )
     if any(after <= before for before, after in itertools.pairwise(steps)):
         raise ValueError(f"steps={steps} is not increasing; sort the measurements by step, with each step once")
+    for numbers in measured:
+        if not isinstance(numbers, Mapping):
+            raise ValueError(f"measured has a {type(numbers).__name__}, not a dict of numbers; use its flat()")
+        if wrong := [name for name, value in numbers.items() if np.size(value) != 1]:
+            raise ValueError(f"{wrong[0]!r} has shape {np.shape(numbers[wrong[0]])}, not one number; use flat()")
     tables = {name: _table(measured, name, operand) for name in statistics}
     count = max(len(layers) for layers, _ in tables.values())
     height = 0.75 + max(0.75, 0.2 * min(count, 40))
@@ -91,14 +97,9 @@ def statistics_heatmaps(
 
 
 def _table(
-    measured: Sequence[Mapping[str, ArrayLike]], statistic: str, operand: str
+    measured: Sequence[Mapping[str, Any]], statistic: str, operand: str
 ) -> tuple[tuple[str, ...], Float64[np.ndarray, "layers steps"]]:
     """The layers that have a statistic, and its numbers; NaN where a step has none."""
-    for numbers in measured:
-        if not isinstance(numbers, Mapping):
-            raise ValueError(f"measured has a {type(numbers).__name__}, not a dict of numbers; use its flat()")
-        if wrong := [name for name, value in numbers.items() if np.size(value) != 1]:
-            raise ValueError(f"{wrong[0]!r} has shape {np.shape(numbers[wrong[0]])}, not one number; use flat()")
     split = {name: name.rsplit("/", 3) for numbers in measured for name in numbers}
     parts = {name: tuple(part[1:]) for name, part in split.items() if len(part) == 4}
     rows = {layer: name for name, (layer, of, what) in parts.items() if (of, what) == (operand, statistic)}
