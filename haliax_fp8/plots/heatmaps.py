@@ -9,7 +9,6 @@ from jaxtyping import Float64
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from numpy.typing import ArrayLike
 
 from ..recipes.recipe import OPERAND_NAMES
 from .style import panels
