@@ -22,7 +22,6 @@ from ._product.dimensions import DimensionNumbers
 from ._product.grouped.contraction import RaggedContraction
 from ._product.grouped.implementation import implementation_for
 from ._product.kernel_for_products import KernelForProducts, dtype_of_scales, require_fit
-from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
 from ._product.quantize_kernel import quantize_kernel
 from ._product.spec import DgradKernel, KernelResidual, ProductSpec
@@ -30,6 +29,7 @@ from ._state.op_state import AbstractOp, OpState, leading_axes, require_state, r
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import OPERAND_NAMES, Recipe
 from .recipes.scaling import DelayedScaling
+from .scopes import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 
 
 @final

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..devices.device import Device
+from ..devices import Device
 from ..preflight import Choice, choose
 from ..preflight.devices import as_compilable
-from ..recipes.catalog import by_name, named
-from ..recipes.support import supported
+from ..recipes import by_name, named, supported
 from .demo import demo_by_name, demo_config, demo_step
 from .devices import check_device, compile_only, has_fused_attention, require_compiler
 from .load import UsageError, load_function

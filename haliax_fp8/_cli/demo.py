@@ -16,15 +16,13 @@ from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._arguments import nearest
 from .._jax import cudnn_attention
-from .._numerics.checks import nearest
-from ..layers.config import Fp8Config
-from ..layers.convert import fp8_linear_layers
+from ..layers import Fp8Config, fp8_linear_layers
 from ..models.feed_forward import MixtureOfExperts
 from ..models.rotary import rotate
 from ..models.transformer import Norm, Transformer, TransformerConfig, causal_attention
-from ..training.cast import cast_params
-from ..training.step import TrainStep
+from ..training import TrainStep, cast_params
 from .load import UsageError
 
 

@@ -5,7 +5,7 @@ import logging
 
 import jax
 
-from ..devices.device import Device
+from ..devices import Device
 from ..preflight.devices import as_compilable
 from .load import UsageError
 

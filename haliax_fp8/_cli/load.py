@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .._numerics.checks import nearest
+from .._arguments import nearest
 
 
 class UsageError(Exception):

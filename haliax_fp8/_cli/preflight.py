@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..devices.catalog import canonical
-from ..layers.config import Fp8Config
+from ..layers import Fp8Config
 from ..preflight import PreflightError, PreflightReport, compilable_devices, inspect_step
 from ..preflight.devices import as_compilable
-from ..recipes.catalog import named
+from ..recipes import named
 from .choose import CACHE, run_choose
 from .demo import demo_by_name, demo_config, demo_step, demos, stackings
 from .devices import check_device, compile_only, has_fused_attention, require_compiler, use_local_devices

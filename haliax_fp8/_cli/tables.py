@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from .._printing import new_table
-from ..devices.device import Device, devices
+from ..devices import Device
+from ..devices.catalog import catalog
 from ..preflight import compilable_devices
-from ..recipes.catalog import named
-from ..recipes.support import supported
+from ..recipes import named, supported
 from .devices import use_local_devices
 from .screen import screen
 
@@ -65,7 +65,10 @@ def device_rows() -> list[DeviceRow]:
     """The local devices, and all devices known by name."""
     here = Device.default()
     kind = f"{len(jax.devices())} × {here.kind}"
-    return [_device_row("local", here, kind), *(_device_row(n, d, d.kind) for n, d in devices.items() if n != "cpu")]
+    return [
+        _device_row("local", here, kind),
+        *(_device_row(n, Device.by_name(n), row.kind) for n, row in catalog.items() if n != "cpu"),
+    ]
 
 
 def _device_row(name: str, device: Device, kind: str) -> DeviceRow:

@@ -85,12 +85,6 @@ def _hide(filename: str) -> None:
     register_exclusion(filename)
 
 
-UNUSED_DONATION = "Some donated buffers were not usable"
-"""The start of the warning that a donated argument fits no result."""
-
-UNREADABLE_CACHE = "Error reading persistent compilation cache"
-"""The start of the warning that a cached program cannot be read back, such as one for an absent device."""
-
 # --- Errors of derivatives --------------------------------------------------------------------------------------------
 
 
@@ -137,19 +131,6 @@ def is_about_deleted_array(error: Exception) -> bool:
 def is_about_mapped_mesh_axis(error: Exception) -> bool:
     """Whether an array was divided over a mesh axis inside a `vmap` with that `spmd_axis_name`."""
     return _has(error, "spmd_axis_name")
-
-
-# --- Errors of compiling Pallas kernels -------------------------------------------------------------------------------
-
-
-def lacks_ptxas(error: Exception) -> bool:
-    """Whether a Pallas kernel was not compiled because XLA found no `ptxas`."""
-    return _has(error, "No PTX compilation provider")
-
-
-def is_of_another_architecture(error: Exception) -> bool:
-    """Whether a Pallas kernel was not compiled because this process compiled one for another GPU before."""
-    return _has(error, "Mosaic GPU pass pipeline failed")
 
 
 def _has(error: Exception, *texts: str) -> bool:

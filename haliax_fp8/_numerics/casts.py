@@ -5,8 +5,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .checks import require
-from .formats import Format
+from .._arguments import require
+from ..formats import Format
 
 
 def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "*shape"]:

@@ -14,8 +14,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped
 
 from .._jax.xla import keep_cast, on_cpu
+from ..formats import FORMATS, Format
 from .casts import saturating_cast
-from .formats import FORMATS, Format
 from .rounding import Rotation
 
 

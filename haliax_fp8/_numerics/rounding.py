@@ -12,8 +12,9 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float32, Key, UInt32
 
 from .._jax.xla import keep_cast
+from ..formats import Format
+from ..scopes import ROTATION
 from .casts import saturating_cast, spacing_of
-from .formats import Format
 
 
 class Rounding(enum.Enum):
@@ -164,9 +165,6 @@ def hashed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 GROUP = 16
 """How many elements are rotated together."""
-
-ROTATION = "rotation"
-"""The scope of the rotation's own product; the products whose operands it rotates are outside it."""
 
 # The same signs everywhere, as in TransformerEngine: both operands of a product need the same signs.
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)

@@ -12,7 +12,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, UInt8
 
 from .._jax.primitives import to_front
 from .._jax.xla import divisor_of_each
-from .formats import E2M1
+from ..formats import E2M1
 from .quantized_array import QuantizedArray, expand
 
 

@@ -19,10 +19,10 @@ from .._jax.primitives import define, mapped_in_front, mapped_size, to_front
 from .._jax.scaled_matmul import scaled_matmul
 from .._jax.xla import keep_cast, on_cpu, transposed_in_bytes
 from .._numerics.casts import saturating_cast
-from .._numerics.formats import E4M3
 from .._numerics.quantized_array import MX_BLOCK, NV_BLOCK, QuantizedArray, expand, in_mx_blocks, in_nv_blocks
 from ..devices.device import Device
 from ..devices.units import FP4_UNITS, FP8_UNITS, MX_UNITS
+from ..formats import E4M3
 from .dimensions import DotDimensions
 from .partition import DividedProduct
 from .scaled_product import FLOAT32, rows_scaled

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Float32
 from .._jax.meshes import automatic_axes, manual_axes
 from .._jax.primitives import to_front
 from .._jax.xla import keep_cast, keep_cast_in_parts
-from .._numerics.formats import E5M2, FORMATS
 from .._numerics.quantized_array import QuantizedArray, factors_out
 from ..devices.device import Device
+from ..formats import E5M2, FORMATS
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
 from ..recipes.scaling.members import Members
 from .blocks import block_scaled_dot

@@ -30,8 +30,8 @@ from .._numerics.stored_array import StoredArray
 from .._state.record import StateResiduals, in_product, measured_in_product, pack, unpack
 from .._state.table import numbers_of, record_length
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
+from ..scopes import DGRAD, FP4, FP8_KERNEL, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
 from .kernel_for_products import KernelForProducts
-from .names import DGRAD, FP4, FP8_KERNEL, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
 from .operands import (
     Scales,
     from_residual,

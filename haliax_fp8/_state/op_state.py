@@ -24,7 +24,7 @@ from .._jax.max_grad import is_max_grad, to_float32, to_max_grad
 from .._jax.meshes import marked_as_varying
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import AbstractScaling
-from .guard import fit
+from .guard import fit, is_modified
 from .record import record_of_table
 from .table import first_table, guarded, numbers_of, unguarded
 from .update import overwrite_states
@@ -199,6 +199,22 @@ class OpState(OverwriteWithGradient):
         reach the layer (a scale of 0 or `-inf`) or if the amax is not finite.
         """
         return overwrite_states([self], [gradient])[0]
+
+    def before_first_step(self) -> np.ndarray:
+        """The table before the first step, in the shape of this one, on the host."""
+        first = first_table(self.scalings)
+        assert first is not None
+        return np.array(np.broadcast_to(first, self.table.array.shape))
+
+    @staticmethod
+    def guarded(rows: Array) -> Array:
+        """A table from rows without guards, `[*stack, operand, column]`: each row gets the guard of its scale."""
+        return guarded(rows)
+
+    @staticmethod
+    def is_modified(table: np.ndarray) -> bool:
+        """Whether anything but its own update changed a scale of a table, on the host: its guard does not fit."""
+        return is_modified(table[..., 0], table[..., -1])
 
     def with_recipe(self, recipe: Recipe) -> "OpState":
         """This state extended for a recipe that stores more columns."""

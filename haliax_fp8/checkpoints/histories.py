@@ -7,23 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from .._state.guard import is_modified
-from .._state.op_state import OpState
-from .._state.table import first_table, guarded
-from ..recipes.scaling import AbstractScaling, DelayedScaling, StaticScaling
+from ..recipes import AbstractScaling, DelayedScaling, StaticScaling
+from ..training import OpState
 from .recipes import Operands, is_gradient
-
-
-def first_of(state: OpState) -> np.ndarray:
-    """The table before the first step, in the shape of a state."""
-    first, shape = first_table(state.scalings), state.table.array.shape
-    assert first is not None
-    return np.array(np.broadcast_to(first, shape))
 
 
 def refusal(table: Float32[np.ndarray, "*stack operands columns"]) -> str | None:
     """Why the numbers of a table cannot be a state; None if they can."""
-    if not is_modified(table[..., 0], table[..., -1]):
+    if not OpState.is_modified(table):
         return None
     return "the scales in the checkpoint were changed by something other than their own update, such as an optimizer"
 
@@ -111,7 +102,7 @@ def fitted(
     remembered = [row for row, scaling in zip(saved, state.scalings, strict=True) if scaling.memory is not None]
     if table.shape == state.table.array.shape and all(row.is_same for row in remembered):
         return table, []
-    result, found, fresh = first_of(state), False, []
+    result, found, fresh = state.before_first_step(), False, []
     for i, (scaling, limit, row) in enumerate(zip(state.scalings, state.limits, saved, strict=True)):
         if scaling.memory is None:
             continue
@@ -121,7 +112,7 @@ def fitted(
             continue
         found, width = True, columns.shape[-1]
         result[..., i, :width] = np.where(used, columns, result[..., i, :width])
-    return (np.asarray(guarded(jnp.asarray(result[..., :-1]))) if found else None), fresh
+    return (np.asarray(OpState.guarded(jnp.asarray(result[..., :-1]))) if found else None), fresh
 
 
 def _fitted_row(

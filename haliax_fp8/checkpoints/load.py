@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._numerics.checks import require_bool
-from .._numerics.fits import require_fits
+from .._arguments import require_bool
+from ..folders.fits import require_fits
 from ..folders.header import UNKNOWN
 from ..folders.strict_json import BrokenCheckpoint, open_regular
-from ..layers.checks import require_tree
-from ..layers.quantized_kernels import require_no_quantized_kernels
+from ..layers.checks import require_no_quantized_kernels, require_tree
 from .checkpoint import AbstractCheckpoint, HostArrays
 from .file import open_equinox, open_file, with_suffix
-from .histories import first_of, fitted, recorded_rows, refusal, rows_as_here
+from .histories import fitted, recorded_rows, refusal, rows_as_here
 from .names import Leaf, described, former_names, is_rounding_key, is_saved, leaves_of, require_one_each, with_leaves
 from .orbax import OrbaxFolder
 from .recipes import Run, differences, is_gradient, op_of, recipes_of, require_microbatches, resized, table_of
@@ -146,7 +145,7 @@ def load_into[M](
                 require_fits(array, leaf.value.dtype, leaf.name)
             value = None if array is None else _like_leaf(array, leaf.value)
         if leaf.state is not None and (plan.name is None or value is None):
-            value = _like_leaf(first_of(leaf.state), leaf.value)
+            value = _like_leaf(leaf.state.before_first_step(), leaf.value)
         elif why is not None and isinstance(value, jax.ShapeDtypeStruct):
             value = _like_leaf(np.zeros(value.shape, value.dtype), leaf.value)
         values.append(value)

@@ -8,11 +8,10 @@ import haliax as hax
 import jax
 import numpy as np
 
-from .._state.op_state import OpState
+from ..layers import is_quantized_layer
 from ..layers.checks import holds_optimizer_state
-from ..layers.quantized import is_quantized_layer
 from ..layers.walk import path_string
-from ..training.quantized_state import QuantizedState
+from ..training import OpState, QuantizedState
 
 
 class Leaf(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._op import Fp8DotGeneral
-from .._state.op_state import AbstractOp
+from ..layers import Fp8DotGeneral
 from ..layers.walk import path_string
+from ..training import AbstractOp
 from .names import states_of_optimizers, within
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..layers.state_dict_names import Places
+from ..layers import Places
 from .checkpoint import Entries, HostArrays
 from .names import described, is_saved, is_whole, leaves_of
 

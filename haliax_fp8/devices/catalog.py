@@ -13,6 +13,17 @@ from collections.abc import Mapping
 from .peaks import Peaks
 
 
+__all__ = [
+    "NotCompiled",
+    "Row",
+    "XlaGpu",
+    "XlaTpu",
+    "canonical",
+    "catalog",
+    "peaks",
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class XlaGpu:
     """What XLA's compiler needs to know about an NVIDIA GPU: fields of its `GpuDeviceInfoProto`, sizes in bytes."""

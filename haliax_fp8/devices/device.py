@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from .._numerics.checks import nearest, require
-from .._numerics.formats import E4M3FNUZ, E5M2FNUZ, Format
+from .._arguments import nearest, require
+from ..formats import E4M3FNUZ, E5M2FNUZ, Format
 from .catalog import canonical, catalog, peaks
 from .peaks import Peaks
 from .units import FP4_UNITS as FP4_UNITS, FP8_UNITS, MX_UNITS as MX_UNITS, NO_UNITS as NO_UNITS, MatrixUnits

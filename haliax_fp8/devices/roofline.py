@@ -7,6 +7,18 @@ from .peaks import Peaks, is_narrow
 from .traffic import Traffic
 
 
+__all__ = [
+    "FASTEST",
+    "LEAST_GAIN",
+    "LIKELY",
+    "MOST_GAIN",
+    "SLOWEST",
+    "WHOLE_STEP",
+    "Efficiency",
+    "Roofline",
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
     """The shares of their peaks that devices reach, and the overhead of each launch.

@@ -8,6 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 
+__all__ = [
+    "TRITON_PRODUCTS",
+    "XlaFlags",
+]
+
+
 TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 """Whether XLA may use Triton for matrix products, as it does by default; otherwise it uses cuBLASLt."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from .._numerics.checks import require_bool
+from .._arguments import require_bool
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher
 from .adapter import AdapterFolder, is_adapter

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._numerics.formats import E2M1, E4M3
+from ..formats import E2M1, E4M3
 from ..layouts import Inputs, Layout, named
 from . import four_bits
 from .folder import CONFIG, TensorFolder

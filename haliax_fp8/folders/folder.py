@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._numerics.checks import require_bool
+from .._arguments import require_bool
 from .._printing.progress import Watcher, progress_of
 from .checksums import FORMAT, checksum, read_index, text_checksum
 from .header import Stored, read_header

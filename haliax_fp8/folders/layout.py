@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .._numerics.formats import E2M1
+from ..formats import E2M1
 from ..layouts import Layout, named
 from .four_bits import packed
 from .patterns import matcher

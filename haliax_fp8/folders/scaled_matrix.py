@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Float32
 
-from .._numerics.formats import E2M1, E4M3, LARGEST_MULTIPLIER, Format
+from ..formats import E2M1, E4M3, LARGEST_MULTIPLIER, Format
 
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

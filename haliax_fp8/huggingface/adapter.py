@@ -8,14 +8,13 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from .._numerics.checks import nearest
+from .._arguments import nearest
 from ..folders.adapter import ADAPTER_CONFIG, ADAPTER_TENSORS, PREFIX, AdapterFolder
 from ..folders.folder import SINGLE, TensorSpec, new_folder, require_folder_name, write_tensors
 from ..folders.strict_json import BrokenCheckpoint
 from ..folders.tensors import Tensor
-from ..layers.checks import require_layers
-from ..layers.config import default_rules
-from ..layers.quantized import is_quantized_layer
+from ..layers import default_rules, is_quantized_layer
+from ..layers.checks import require_layers, require_merged
 from ..layers.walk import find_layers
 from ..models.adapters import AdaptedModel, LoraLinear, add_lora, require_adapters
 from ..models.transformer import Transformer
@@ -109,6 +108,7 @@ def import_adapter(directory: str | os.PathLike[str], base: Any, *, names: Any =
     call = "import_adapter(directory, base)"
     require_folder_name(directory, call)
     require_layers(base, call, "base")
+    require_merged(base)
     folder, name_map = AdapterFolder.open(directory), names_of(base, names)
     paths = {id(layer): path for path, (layer, _) in find_layers(base, default_rules).items()}
     layers: dict[str, str] = {}

@@ -10,7 +10,6 @@ import haliax.nn as hnn
 from ..folders.config_keys import ELSEWHERE, Fields
 from ..folders.families import DEFAULTS, FAMILIES, Family
 from ..folders.folder import TensorFolder
-from ..models.adapters import require_merged
 from ..models.feed_forward import JoinedSwiGlu, MixtureOfExperts, Mlp, SwiGlu, geglu, squared_relu, swiglu
 from ..models.rotary import LinearRope, Llama3Rope, LongRope, NtkRope, Rope, YarnRope
 from ..models.transformer import (
@@ -281,11 +280,7 @@ def names_of(model: Any, names: Any = None, tensors: Mapping[str, Any] | None = 
         model: The model.
         names: As in `export_model`.
         tensors: Those of a folder that is read, which may have names of another library.
-
-    Raises:
-        ValueError: If the model has adapters, which a folder has no layers for.
     """
-    require_merged(model)
     if names is None and (family := _family_of(model)) is not None:
         return NameMap.of(family.names if tensors is None else family.names_in(tensors))
     return NameMap.of(names)

@@ -13,9 +13,7 @@ import numpy as np
 from jaxtyping import DTypeLike
 from rich.console import RenderableType
 
-from .._numerics.checks import require_bool
-from .._numerics.formats import E4M3, Format
-from .._op import Fp8DotGeneral
+from .._arguments import require_bool
 from .._printing import Printable, new_table
 from .._printing.progress import Watcher, progress_of
 from .._tensor_names import is_embedding, is_head, is_router
@@ -35,13 +33,12 @@ from ..folders.scaled_matrix import (
     spread,
 )
 from ..folders.tensors import Tensor, fused_with, tensors_in
-from ..layers.checks import check_not_modified, require_layers, unrecorded_operands
-from ..layers.config import default_rules
-from ..layers.rule import LayerRule
+from ..formats import E4M3, Format
+from ..layers import Fp8DotGeneral, LayerRule, default_rules
+from ..layers.checks import check_not_modified, require_layers, require_merged, unrecorded_operands
 from ..layers.walk import Targets, as_patterns
 from ..layouts import PLAIN, Layout, as_layout
-from ..recipes.recipe import SCALE_BITS, OperandName
-from ..recipes.scaling import AbstractScaling
+from ..recipes import SCALE_BITS, AbstractScaling, OperandName
 from .architecture import names_of
 from .description import description_of
 from .model import tensors_of, without_sharing
@@ -176,6 +173,7 @@ def export_model(
     """
     require_folder_name(directory, "export_model(model, directory)")
     require_layers(model, "export_model(model, directory)")
+    require_merged(model)
     if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes!r} must be a positive integer; 5 * 10**9 is usual")
     check_not_modified(model)
@@ -249,6 +247,7 @@ def serving_tensors(
         [('up.weight', 'float8_e4m3fn', (32, 64)), ('up.weight_scale', 'float32', (32, 1))]
     """
     require_layers(model, "serving_tensors(model, layout)")
+    require_merged(model)
     how = _How(names_of(model, names), dtype, bf16_scales, training_scales, targets, exclude, rules)
     tensors, _ = _to_write(model, as_layout(layout), how)
     pairs = (zip(tensor.specs, tensor.encoded(tensor.read()), strict=True) for tensor in tensors)

@@ -7,16 +7,13 @@ import haliax as hax
 import haliax.nn as hnn
 import numpy as np
 
-from .._numerics.stored_array import StoredArray
 from ..folders.four_bits import E2M1, packed
 from ..folders.scaled_matrix import ScaledMatrix, Unit, are_exponents
-from ..layers.kernel import axes_of
-from ..layers.quantized import AbstractQuantizedLayer
-from ..layers.quantized_kernels import named_behind
+from ..layers import AbstractQuantizedLayer, axes_of, with_names_of_stacks
 from ..layouts import Layout
-from ..recipes.scaling import AbstractScaling, BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling, StaticScaling
+from ..recipes import AbstractScaling, BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling, StaticScaling
+from ..serving import QuantizedKernel, StoredArray
 from ..serving.constructors import Constructor, quantized_layer
-from ..serving.kernel import QuantizedKernel
 from ..serving.layout import scaling_of_kernel, why_not_served
 from .model import Leaf, plain, uncopied
 
@@ -125,7 +122,7 @@ def _has_inputs_first(leaf: Leaf) -> bool:
 
 
 def _named(leaf: Leaf, array: np.ndarray, *, transposed: bool = False) -> hax.NamedArray:
-    return named_behind(leaf.sharded(array, transposed=transposed), leaf.stack, _experts(leaf)[1])
+    return with_names_of_stacks(leaf.sharded(array, transposed=transposed), leaf.stack, _experts(leaf)[1])
 
 
 def _with_kernel(

@@ -15,27 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._numerics.checks import nearest
-from .._numerics.fits import require_fits
+from .._arguments import nearest
 from .._printing.progress import Watcher, progress_of
-from .._product.arguments import floating_dtype
 from .._tensor_names import JOINED
 from ..folders.beside import EMBEDDING, HEAD, TIED
 from ..folders.checked import Checked, Fault
+from ..folders.fits import require_fits
 from ..folders.folder import TensorFolder, require_folder_name
 from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES
 from ..folders.scaled_matrix import ScaledMatrix
 from ..folders.tensors import Tensor, Values, tensors_in, with_each_expert
 from ..folders.whole_folder import faults_of_folder
-from ..layers.checks import require_layers
-from ..layers.config import default_rules
-from ..layers.equinox import rebuilt
-from ..layers.kernel import Kernel
-from ..layers.rule import LayerRule
+from ..layers import Kernel, LayerRule, default_rules, rebuilt
+from ..layers.checks import floating_dtype, require_layers, require_merged
 from ..layouts import Layout
 from ..models.transformer import Transformer
+from ..serving import unstacked
 from ..serving.constructors import OF_MATRICES, Constructor, constructors_with
-from ..serving.unstack import unstacked
 from .architecture import names_of, transformer_of
 from .fp8_layers import frozen_layer, served_layer
 from .model import Leaf, Site, leaves, map_sites, plain, sites, tensors_of, without_sharing
@@ -98,6 +94,7 @@ def import_model[M](
     """
     require_folder_name(directory, "import_model(directory, model)")
     require_layers(model, "import_model(directory, model)")
+    require_merged(model)
     weights = _weights(weights)
     folder = TensorFolder.open(directory, follow_links=follow_links)
     name_map, constructors = (

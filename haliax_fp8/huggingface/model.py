@@ -20,19 +20,27 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.tree_util import KeyPath
 
-from .._op import Fp8DotGeneral
-from .._state.op_state import OverwriteWithGradient
 from .._tensor_names import is_head
 from ..folders.four_bits import E2M1, E4M3, unpacked
 from ..folders.layout import as_float32
 from ..folders.scaled_matrix import ScaledMatrix, Unit
 from ..folders.tensors import Tensor
-from ..layers.kernel import Kernel, axes_of, count
-from ..layers.quantized import AbstractQuantizedLayer, is_quantized_layer
+from ..layers import (
+    AbstractQuantizedLayer,
+    Fp8DotGeneral,
+    Kernel,
+    LayerRule,
+    OnlyIfNamed,
+    Place,
+    Places,
+    Refused,
+    axes_of,
+    is_quantized_layer,
+    number_of_features,
+)
 from ..layers.roles import is_embedding, routers
-from ..layers.rule import LayerRule, OnlyIfNamed, Refused
-from ..layers.state_dict_names import Place, Places
 from ..layers.walk import Pattern, matches, rule_of
+from ..training import OverwriteWithGradient
 
 
 # --- The walk ---------------------------------------------------------------------------------------------------------
@@ -314,7 +322,7 @@ def _contracted(site: Site, kernel: Kernel, shape: tuple[int, ...]) -> tuple[int
     if kernel.contracted is not None:
         return kernel.contracted
     if kernel.In is not None and kernel.Out is not None and len(shape) == 2:
-        sizes = count(kernel.Out), count(kernel.In)
+        sizes = number_of_features(kernel.Out), number_of_features(kernel.In)
         found = [axis for axis, fits in ((1, sizes), (0, sizes[::-1])) if shape == fits]
         if len(found) == 1:
             return (found[0],)

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 
-from .._numerics.formats import E4M3, LARGEST_MULTIPLIER, Format
 from ..folders.scaled_matrix import (
     Rows,
     ScaledMatrix,
@@ -16,7 +15,8 @@ from ..folders.scaled_matrix import (
     require_finite,
     rounded_up,
 )
-from ..recipes.scaling import AbstractScaling, BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling
+from ..formats import E4M3, LARGEST_MULTIPLIER, Format
+from ..recipes import AbstractScaling, BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling
 
 
 def quantized_as_in_training(

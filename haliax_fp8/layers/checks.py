@@ -6,17 +6,41 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._jax.errors import calls_users_function
+from .._op import Fp8DotGeneral
 from .._printing import Printable
+from .._product.arguments import floating_dtype
 from .._state.guard import is_modified
 from .._state.op_state import KEEP_STATE_WITH_TRAINED, OpState
 from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES
 from ..recipes.scaling import DelayedScaling, StaticScaling
 from .config import Fp8Config
-from .walk import all_ops, is_op, named_ops
+from .quantized import is_quantized_layer
+from .roles import AbstractAdapter
+from .walk import all_ops, is_op, named_ops, path_string
+
+
+__all__ = [
+    "calls_users_function",
+    "check_not_modified",
+    "floating_dtype",
+    "holds_optimizer_state",
+    "require_calibrated",
+    "require_layers",
+    "require_merged",
+    "require_model",
+    "require_no_quantized_kernels",
+    "require_single_key",
+    "require_tree",
+    "require_weights",
+    "table_on_host",
+    "unrecorded_operands",
+]
 
 
 # --- whether it is a model
@@ -97,6 +121,12 @@ def require_layers(model: Any, call: str, name: str = "model") -> None:
         raise ValueError(f"{name} is an Fp8DotGeneral, the product of a layer; use {call}, with the model it is in")
     if isinstance(model, hax.NamedArray) or _is_leaf(model):
         raise _without_layers(model, call, name)
+
+
+def require_single_key(key: Any, name: str = "key") -> None:
+    """Raises a ValueError unless an argument is one key of `jax.random.key`."""
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
+        raise ValueError(f"{name}={key!r} is not a single random key; make one with jax.random.key(seed)")
 
 
 def holds_optimizer_state(tree: Any) -> bool:
@@ -285,6 +315,66 @@ def unrecorded_operands(state: Any, *, everywhere: bool = False) -> tuple[str, .
 
 def _first(layers: list[str]) -> str:
     return ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+
+
+# --- whether it has weights of its own
+
+
+def require_merged(model: Any) -> None:
+    """Raises a ValueError if a model has adapters, where they would be lost.
+
+    Args:
+        model: Any model.
+    """
+    is_adapter = lambda node: isinstance(node, AbstractAdapter)
+    if any(map(is_adapter, jax.tree.leaves(model, is_leaf=is_adapter))):
+        raise ValueError(
+            "model has adapters; pass merge_lora(model), or write them alone: huggingface.export_adapter(model, folder)"
+        )
+
+
+def require_weights(model: Any, name: str, remedy: str) -> None:
+    """Raises a ValueError that names the layers for inference, which have no gradients, if there are any.
+
+    Args:
+        model: A model, or any tree.
+        name: The argument's name.
+        remedy: What to do, other than make plain layers.
+    """
+    nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_quantized_layer)[0]
+    served = [path for path, node in nodes if is_quantized_layer(node) and not node.kernel.has_gradient]
+    paths = [path_string(path) or "the model itself" for path in served]
+    if not paths:
+        return
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    raise ValueError(
+        f"{name} was made by quantize_for_inference: it has FP8 data in place of the weight of {', '.join(paths[:3])}"
+        f"{more}. {remedy}; or take plain layers, whose weights are the rounded ones: serving.dequantize(model)"
+    )
+
+
+def require_no_quantized_kernels(model: Any, name: str = "model") -> None:
+    """Raises a ValueError if a model that is to last has copies of its kernels, which would not follow its weights.
+
+    Args:
+        model: A model, or any tree; gradients have no copies.
+        name: The argument's name, for the error.
+    """
+    if not any(_has_quantized_kernel(op) for op in all_ops(model)):
+        return
+    paths = [path or "the model itself" for path, op in named_ops(model) if _has_quantized_kernel(op)]
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    raise ValueError(
+        f"{name} has quantized kernels, in {', '.join(paths[:3])}{more}: copies of the weights of one step, which do "
+        "not change with them. Pass the original model, the argument of quantize_kernels; only losses take the one "
+        "with copies"
+    )
+
+
+def _has_quantized_kernel(op: Fp8DotGeneral) -> bool:
+    # In gradients there is None instead, or JAX's arrays without elements.
+    leaves = jax.tree.leaves(op.quantized_kernel)
+    return any(getattr(leaf, "dtype", None) != jax.dtypes.float0 for leaf in leaves)
 
 
 # --- reading state

@@ -9,7 +9,7 @@ import equinox as eqx
 import haliax.nn as hnn
 from jaxtyping import DTypeLike
 
-from .._numerics.checks import require_bool
+from .._arguments import require_bool
 from .._product.arguments import floating_dtype
 from .._product.spec import KernelResidual
 from ..recipes.catalog import RecipeLike, as_recipe

@@ -13,9 +13,9 @@ from ..devices.xla_flags import XlaFlags
 from ..recipes.compiler_options import log_cost_of_flags
 from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
-from .checks import require_layers
+from .checks import require_layers, require_weights
 from .config import Fp8Config, Fp8Options, as_config, default_rules
-from .quantized import is_quantized_layer, require_weights
+from .quantized import is_quantized_layer
 from .roles import only_if_named
 from .rule import LayerRule, OnlyIfNamed
 from .walk import Pattern, as_patterns, find_layers, map_layers, matches, nothing_to_convert, rule_of, unmatched_error

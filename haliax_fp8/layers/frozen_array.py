@@ -11,6 +11,14 @@ from .._numerics.stored_array import array_of, bits_of
 from .._state.op_state import is_state
 
 
+__all__ = [
+    "FrozenArray",
+    "frozen",
+    "is_frozen_array",
+    "thawed",
+]
+
+
 class FrozenArray(eqx.Module):
     """A floating-point array as its bits, in whole numbers: not a parameter, for `jax.grad`, `optax` and weight decay.
 

@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax.axis import axis_spec_to_tuple
-from jaxtyping import DTypeLike
+from jaxtyping import Array, DTypeLike
 
 from .._op import Fp8DotGeneral
 from ..devices.device import Device
@@ -75,9 +77,11 @@ class Kernel:
         """
         if self.In is None or self.Out is None:
             return None
-        experts = 1 if self.Experts is None else count(self.Experts)
+        experts = 1 if self.Experts is None else number_of_features(self.Experts)
         members, _ = self.members_and_stack(stack)
-        return LayerSize(count(self.In), count(self.Out), members=math.prod(members), experts=experts)
+        return LayerSize(
+            number_of_features(self.In), number_of_features(self.Out), members=math.prod(members), experts=experts
+        )
 
     def support(self, recipe: Recipe, device: Device) -> Support:
         """How a device runs the products with this kernel.
@@ -136,7 +140,7 @@ class Kernel:
         if isinstance(self.Out, int | str):
             shape = getattr(self._array, "shape", None)
             if shape is None or self.contracted is None or isinstance(self.weight, hax.NamedArray):
-                return (count(self.Out),)
+                return (number_of_features(self.Out),)
             shape = shape[len(shape[:-2] if self.leading is None else self.leading) :]
             contracted = [axis % len(shape) for axis in self.contracted]
             return tuple(size for axis, size in enumerate(shape) if axis not in contracted)
@@ -182,7 +186,7 @@ class Kernel:
         leading = len(members) + len(stack)
         shape, inputs = self._array.shape[leading:], self.contracted
         if inputs is None and len(shape) == 2 and self.In is not None and self.Out is not None:
-            sizes = count(self.In), count(self.Out)
+            sizes = number_of_features(self.In), number_of_features(self.Out)
             inputs = (0,) if shape == sizes else (1,) if shape[::-1] == sizes else None
         if inputs is None:
             return None
@@ -202,7 +206,21 @@ def _text(features: Features) -> str:
     return " × ".join(f"{axis.name} {axis.size}" for axis in axes_of(features)) or "scalar"
 
 
-def count(features: Features) -> int:
+def with_names_of_stacks(x: Array, stack: Sequence[hax.Axis], leading: int) -> hax.NamedArray:
+    """An array of layers with the names of their stacks, so that Haliax divides it among them and nothing else.
+
+    Args:
+        x: The array.
+        stack: The axes of the stacks, the last of the leading ones.
+        leading: How many axes are in front.
+    """
+    axes = (*(axis.name for axis in stack), *(f"fp8_kernel_{i}" for i in range(x.ndim - leading)))
+    # Through the tree: names do not count the axes of ensembles.
+    template = hax.named(np.zeros((1,) * len(axes)), axes)
+    return jax.tree.unflatten(jax.tree.structure(template), [x])
+
+
+def number_of_features(features: Features) -> int:
     """The number of features."""
     if isinstance(features, int | str):
         return 1 if features == "scalar" else int(features)

@@ -5,13 +5,11 @@ import dataclasses
 from typing import Any
 
 import equinox as eqx
-import jax
 from jaxtyping import DTypeLike
 
 from .._op import Fp8DotGeneral
 from .kernel import Kernel
 from .rule import LayerRule
-from .walk import path_string
 
 
 class AbstractQuantizedLayer(eqx.Module):
@@ -64,23 +62,3 @@ class QuantizedLayers(LayerRule):
 def is_quantized_layer(node: Any) -> bool:
     """Whether it is a layer with data and scales in place of a weight."""
     return isinstance(node, AbstractQuantizedLayer)
-
-
-def require_weights(model: Any, name: str, remedy: str) -> None:
-    """Raises a ValueError that names the layers for inference, which have no gradients, if there are any.
-
-    Args:
-        model: A model, or any tree.
-        name: The argument's name.
-        remedy: What to do, other than make plain layers.
-    """
-    nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_quantized_layer)[0]
-    served = [path for path, node in nodes if is_quantized_layer(node) and not node.kernel.has_gradient]
-    paths = [path_string(path) or "the model itself" for path in served]
-    if not paths:
-        return
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    raise ValueError(
-        f"{name} was made by quantize_for_inference: it has FP8 data in place of the weight of {', '.join(paths[:3])}"
-        f"{more}. {remedy}; or take plain layers, whose weights are the rounded ones: serving.dequantize(model)"
-    )

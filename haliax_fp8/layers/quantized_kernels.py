@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 from haliax.partitioning import physical_axis_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
@@ -20,9 +19,9 @@ from .._product.grouped.contraction import RaggedContraction
 from .checks import require_model
 from .config import default_rules
 from .frozen_array import thawed
-from .kernel import Features, Kernel, axes_of, count
+from .kernel import Features, Kernel, axes_of, number_of_features, with_names_of_stacks
 from .rule import LayerRule
-from .walk import all_ops, is_op, map_layers_in_stacks, named_ops, rule_of
+from .walk import all_ops, is_op, map_layers_in_stacks, rule_of
 
 
 class BoundKernel(NamedTuple):
@@ -76,20 +75,6 @@ def bind_kernel(path: str, kernel: Kernel, stack: tuple[hax.Axis, ...], *, per_a
     return BoundKernel(array, contraction, leading, stack, names)
 
 
-def named_behind(x: Array, stack: Sequence[hax.Axis], leading: int) -> hax.NamedArray:
-    """An array of layers with the names of their stacks, so that Haliax divides it among them and nothing else.
-
-    Args:
-        x: The array.
-        stack: The axes of the stacks, the last of the leading ones.
-        leading: How many axes are in front.
-    """
-    axes = (*(axis.name for axis in stack), *(f"fp8_kernel_{i}" for i in range(x.ndim - leading)))
-    # Through the tree: names do not count the axes of ensembles.
-    template = hax.named(np.zeros((1,) * len(axes)), axes)
-    return jax.tree.unflatten(jax.tree.structure(template), [x])
-
-
 def _of_named(kernel: Kernel, stack: Sequence[str], members: int) -> tuple[jax.Array, AbstractContraction]:
     """The kernel as the layer hands it over, and its products."""
     array, names = kernel.weight.array, kernel.weight.axis_names
@@ -121,7 +106,7 @@ def _of_plain(path: str, kernel: Kernel, shape: tuple[int, ...], *, per_axis: bo
     if kernel.contracted is not None:
         return _dot(shape, kernel.contracted)
     if kernel.In is not None and kernel.Out is not None:
-        sizes = count(kernel.Out), count(kernel.In)
+        sizes = number_of_features(kernel.Out), number_of_features(kernel.In)
         contracted = [axes for axes, fits in (((1,), sizes), ((0,), sizes[::-1])) if shape == fits]
         if len(contracted) == 1:
             return _dot(shape, contracted[0])
@@ -211,30 +196,6 @@ def without_quantized_kernels[T](tree: T) -> T:
     return jax.tree.map(plain, tree, is_leaf=is_op)
 
 
-def require_no_quantized_kernels(model: Any, name: str = "model") -> None:
-    """Raises a ValueError if a model that is to last has copies of its kernels, which would not follow its weights.
-
-    Args:
-        model: A model, or any tree; gradients have no copies.
-        name: The argument's name, for the error.
-    """
-    if not any(_has_quantized_kernel(op) for op in all_ops(model)):
-        return
-    paths = [path or "the model itself" for path, op in named_ops(model) if _has_quantized_kernel(op)]
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    raise ValueError(
-        f"{name} has quantized kernels, in {', '.join(paths[:3])}{more}: copies of the weights of one step, which do "
-        "not change with them. Pass the original model, the argument of quantize_kernels; only losses take the one "
-        "with copies"
-    )
-
-
-def _has_quantized_kernel(op: Fp8DotGeneral) -> bool:
-    # In gradients there is None instead, or JAX's arrays without elements.
-    leaves = jax.tree.leaves(op.quantized_kernel)
-    return any(getattr(leaf, "dtype", None) != jax.dtypes.float0 for leaf in leaves)
-
-
 def _with_quantized_kernel(
     path: str, op: Fp8DotGeneral, kernel: Kernel, stack: tuple[hax.Axis, ...], gather: bool
 ) -> Fp8DotGeneral:
@@ -249,5 +210,5 @@ def _with_quantized_kernel(
         members = leading - len(names)
         whole = PartitionSpec(*(None for _ in range(members)), *map(physical_axis_name, axes))
     quantized = op.quantize_kernel(bound.array, bound.contraction, leading, whole if gather else None)
-    named = lambda x: named_behind(x, bound.stack, leading)
+    named = lambda x: with_names_of_stacks(x, bound.stack, leading)
     return dataclasses.replace(op, quantized_kernel=jax.tree.map(named, quantized))

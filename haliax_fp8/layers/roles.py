@@ -16,6 +16,14 @@ from .kernel import Kernel, axes_of
 from .rule import OnlyIfNamed
 
 
+__all__ = [
+    "AbstractAdapter",
+    "is_embedding",
+    "routers",
+    "sharing",
+]
+
+
 class AbstractAdapter(eqx.Module):
     """A frozen layer, and two small ones beside it that are trained; see `models.LoraLinear`."""
 

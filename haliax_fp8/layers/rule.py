@@ -7,7 +7,7 @@ from typing import Any
 import haliax as hax
 import jax.numpy as jnp
 
-from .._numerics.checks import require
+from .._arguments import require
 from .._op import Fp8DotGeneral
 from .kernel import Kernel
 

@@ -12,9 +12,27 @@ import haliax.nn as hnn
 import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyEntry, SequenceKey
 
-from .._numerics.checks import nearest
+from .._arguments import nearest
 from .._op import Fp8DotGeneral
 from .rule import LayerRule, Refused
+
+
+__all__ = [
+    "Pattern",
+    "Targets",
+    "all_ops",
+    "as_patterns",
+    "find_layers",
+    "is_op",
+    "map_layers",
+    "map_layers_in_stacks",
+    "matches",
+    "named_ops",
+    "nothing_to_convert",
+    "path_string",
+    "rule_of",
+    "unmatched_error",
+]
 
 
 # --- layers

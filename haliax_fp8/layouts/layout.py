@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from .._numerics.checks import nearest, require
-from .._numerics.formats import E2M1, E4M3, Format
+from .._arguments import nearest, require
+from ..formats import E2M1, E4M3, Format
 
 
 @dataclasses.dataclass(frozen=True)

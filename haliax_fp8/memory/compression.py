@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._numerics.checks import require
-from .._numerics.formats import E4M3, Format
+from .._arguments import require
 from .._numerics.quantized_array import QuantizedArray
+from ..formats import E4M3, Format
 from ..recipes.scaling import AbstractScaling, OperandUse, RowwiseScaling
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..layers.config import default_rules
 from ..layers.equinox import rebuilt
-from ..layers.kernel import Features, count
+from ..layers.kernel import Features, number_of_features
 from ..layers.walk import rule_of
 
 
@@ -86,7 +86,7 @@ def join_linear(layers: Sequence[Linear]) -> JoinedLinear:
     parts = tuple(layer.Out if isinstance(layer, hnn.Linear) else layer.out_features for layer in layers)
     weight = _concatenated([layer.weight for layer in layers], parts, -2)
     bias = None if layers[0].bias is None else _concatenated([layer.bias for layer in layers], parts, -1)
-    total = sum(map(count, parts))
+    total = sum(map(number_of_features, parts))
     outputs = hax.Axis(_JOINED, total) if isinstance(layers[0], hnn.Linear) else total
     return JoinedLinear(_with(layers[0], weight, bias, outputs), parts)
 
@@ -157,7 +157,7 @@ def _concatenated(arrays: Sequence[Any], parts: Sequence[Any], axis: int) -> Any
 
 def _split(x: Any, parts: Sequence[Any], axis: int) -> list[Any]:
     """The inverse of `_concatenated`."""
-    ends = list(accumulate(map(count, parts)))[:-1]
+    ends = list(accumulate(map(number_of_features, parts)))[:-1]
     if not isinstance(x, hax.NamedArray):
         return jnp.split(x, ends, axis)
     arrays = zip(jnp.split(x.array, ends, x.axis_names.index(_JOINED)), parts, strict=True)

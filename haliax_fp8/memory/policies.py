@@ -8,7 +8,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 
-from .._product.names import FP8_KERNEL, FP8_OPERAND, FP8_OUTPUT
+from ..scopes import FP8_KERNEL, FP8_OPERAND, FP8_OUTPUT
 
 
 class _Policy(hax.ScanCheckpointPolicy, abc.ABC):

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import DTypeLike
 
+from .._arguments import require
 from .._jax.xla import read_together
-from .._numerics.checks import require
 from .._product.arguments import floating_dtype
 from .._state.op_state import is_state
 

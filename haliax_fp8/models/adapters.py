@@ -20,17 +20,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike, Key
 
-from .._numerics.keys import require_single_key
-from .._product.arguments import floating_dtype
-from .._state.op_state import is_state
 from .._tensor_names import is_head
-from ..layers.checks import require_layers
-from ..layers.config import default_rules
+from ..layers import Kernel, axes_of, default_rules, is_quantized_layer, number_of_features
+from ..layers.checks import floating_dtype, require_layers, require_single_key, require_weights
 from ..layers.frozen_array import frozen, is_frozen_array, thawed
-from ..layers.kernel import Kernel, axes_of, count
-from ..layers.quantized import is_quantized_layer, require_weights
 from ..layers.roles import AbstractAdapter, routers, sharing
 from ..layers.walk import Targets, as_patterns, find_layers, map_layers, matches, rule_of, unmatched_error
+from ..training import OverwriteWithGradient
 
 
 # --- what is trained --------------------------------------------------------------------------------------------------
@@ -60,7 +56,7 @@ class LoraLinear(AbstractAdapter):
     @property
     def rank(self) -> int:
         """The number of outputs of `A`."""
-        return count(self.A.Out if isinstance(self.A, hnn.Linear) else self.A.out_features)
+        return number_of_features(self.A.Out if isinstance(self.A, hnn.Linear) else self.A.out_features)
 
     def __call__(self, x: Any, *, key: Key[Array, ""] | None = None) -> Any:
         """Maps inputs of the layer to outputs.
@@ -114,7 +110,7 @@ def _matrices(layer: Any) -> Array:
     if not isinstance(layer, hnn.Linear):
         return layer.weight
     array, own = layer.weight.array, len(axes_of(layer.Out)) + len(axes_of(layer.In))
-    return array.reshape(*array.shape[: array.ndim - own], count(layer.Out), count(layer.In))
+    return array.reshape(*array.shape[: array.ndim - own], number_of_features(layer.Out), number_of_features(layer.In))
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -210,6 +206,7 @@ def add_lora(
         A, B = _halves(*layers[path], rank, keys[path])
         return LoraLinear(layer, A, B, eqx.nn.Dropout(float(dropout)), None, alpha)
 
+    is_state = lambda node: isinstance(node, OverwriteWithGradient)
     return AdaptedModel(map_layers(adapt, jax.tree.map(frozen, model, is_leaf=is_state), default_rules))
 
 
@@ -287,18 +284,6 @@ def require_adapters(model: Any, call: str) -> None:
         )
 
 
-def require_merged(model: Any) -> None:
-    """Raises a ValueError if a model has adapters, where they would be lost.
-
-    Args:
-        model: Any model.
-    """
-    if isinstance(model, AdaptedModel):
-        raise ValueError(
-            "model has adapters; pass merge_lora(model), or write them alone: huggingface.export_adapter(model, folder)"
-        )
-
-
 def _chosen(model: Any, layers: dict[str, Any], targets: Targets | None) -> list[str]:
     """The paths of the layers that get an adapter."""
     are_linear = {path: isinstance(layer, hnn.Linear | eqx.nn.Linear) for path, layer in layers.items()}
@@ -343,7 +328,7 @@ def _warn_of_high_rank(layers: dict[str, Any], rank: int) -> None:
 
 
 def _sizes(kernel: Kernel) -> list[int]:
-    return [count(features) for features in (kernel.In, kernel.Out) if features is not None]
+    return [number_of_features(features) for features in (kernel.In, kernel.Out) if features is not None]
 
 
 def _halves(layer: Any, stack: tuple[hax.Axis, ...], rank: int, key: Array) -> tuple[Any, Any]:
@@ -357,7 +342,7 @@ def _halves(layer: Any, stack: tuple[hax.Axis, ...], rank: int, key: Array) -> t
         return jax.random.uniform(key, (*sizes, *shape), jnp.float32, -limit, limit)
 
     if isinstance(layer, eqx.nn.Linear):
-        inputs, outputs = count(layer.in_features), count(layer.out_features)
+        inputs, outputs = number_of_features(layer.in_features), number_of_features(layer.out_features)
         plain = lambda n, m, weight: _with_weight(eqx.nn.Linear(n, m, use_bias=False, key=key), weight)
         A = plain(layer.in_features, rank, drawn(inputs, rank, inputs))
         return A, plain(rank, layer.out_features, jnp.zeros((*sizes, outputs, rank)))
@@ -369,7 +354,7 @@ def _halves(layer: Any, stack: tuple[hax.Axis, ...], rank: int, key: Array) -> t
         return jax.tree.unflatten(jax.tree.structure(template), [array])
 
     of_A, of_B = (Rank, *inputs), (*outputs, Rank)
-    a = drawn(count(layer.In), *(axis.size for axis in of_A))
+    a = drawn(number_of_features(layer.In), *(axis.size for axis in of_A))
     b = jnp.zeros((*sizes, *(axis.size for axis in of_B)))
     return (
         hnn.Linear(named(a, (*stack, *of_A)), None, layer.In, Rank),

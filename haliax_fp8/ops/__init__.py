@@ -16,14 +16,12 @@ cotangents too, and with `fp32_max_grad` JAX raises an error. `Fp8DotGeneral` ha
 """
 
 from .._jax.max_grad import fp32_max_grad
-from ..preflight import check_fp8_call
 from .casts import dequantize, qdq, quantize, quantize_dequantize
 from .in_out import in_q, in_qdq, out_dq, out_qdq
 from .meta import compute_amax_history, compute_scale, get_fp8_max, update_fp8_meta
 
 
 __all__ = [
-    "check_fp8_call",
     "compute_amax_history",
     "compute_scale",
     "dequantize",

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Shaped
 
 from .._jax.max_grad import is_max_grad, to_float32, to_max_grad
-from .._numerics.formats import FORMATS, Format
+from ..formats import FORMATS, Format
 
 
 Values = Float[ArrayLike, "*shape"]

@@ -10,7 +10,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from ..recipes.recipe import OPERAND_NAMES
+from ..statistics.result import OPERANDS
 from .style import panels
 
 
@@ -56,8 +56,8 @@ def statistics_heatmaps(
     """
     if not statistics:
         raise ValueError("statistics is empty; name at least one, such as 'amax'")
-    if operand not in OPERAND_NAMES:
-        raise ValueError(f"operand={operand!r} is not one of {list(OPERAND_NAMES)}")
+    if operand not in OPERANDS:
+        raise ValueError(f"operand={operand!r} is not one of {list(OPERANDS)}")
     steps = list(range(len(measured)) if steps is None else map(int, steps))
     if not measured or len(steps) != len(measured):
         raise ValueError(

@@ -6,7 +6,7 @@ It needs no accelerator and no driver, only XLA's compiler for the device, which
 installs.
 """
 
-from ..devices.peaks import Peaks as Peaks
+from ..devices import Peaks as Peaks
 from .check import check_fp8_call as check_fp8_call
 from .choose import Choice as Choice, Choices as Choices, choose as choose
 from .collectives import Collective as Collective, Part as Part

@@ -4,9 +4,8 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 
-from .._product.names import DGRAD, FPROP, WGRAD
-from ..devices.peaks import is_narrow
-from ..devices.traffic import Traffic
+from ..devices import Traffic, is_narrow
+from ..scopes import DGRAD, FPROP, WGRAD
 from .collectives import Multiplying, read_collective
 from .compile import Compiled
 from .devices import CompilableDevice

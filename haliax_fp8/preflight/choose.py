@@ -14,10 +14,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from .._numerics.checks import require_bool
+from .._arguments import require_bool
 from .._printing import Printable, new_table
+from ..devices import Peaks
 from ..devices.catalog import XlaGpu, catalog
-from ..devices.peaks import Peaks
 from ..devices.roofline import FASTEST, LEAST_GAIN, MOST_GAIN, SLOWEST, WHOLE_STEP, Roofline
 from ..devices.xla_flags import XlaFlags
 from .compile import Traced, make_mesh

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from .._product.names import WGRAD
-from ..devices.peaks import is_narrow
+from ..devices import is_narrow
+from ..scopes import WGRAD
 from .instruction import ADD, ALL_REDUCE, DONE, SENT_WHOLE, Shape
 from .program import Site
 from .trace import product_name

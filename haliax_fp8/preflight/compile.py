@@ -12,9 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._jax.errors import UNREADABLE_CACHE, UNUSED_DONATION, is_of_another_architecture, lacks_ptxas
-from .._product.names import TRAIN_STEP
 from ..devices.xla_flags import XlaFlags
+from ..scopes import TRAIN_STEP
 from .compilers import changed_process
 from .devices import CompilableDevice
 from .trace import dotted
@@ -140,9 +139,9 @@ def compile_for(traced: Traced, *, device: CompilableDevice, flags: XlaFlags, op
 
 def _of_pallas(error: Exception) -> str | None:
     """Why a Pallas kernel was not compiled, and the remedy; None if something else failed."""
-    if lacks_ptxas(error):
+    if "No PTX compilation provider" in str(error):
         return "it needs ptxas, from NVIDIA's CUDA toolkit or the package nvidia-cuda-nvcc; put its folder on the PATH"
-    if is_of_another_architecture(error):
+    if "Mosaic GPU pass pipeline failed" in str(error):
         return (
             "JAX compiles Pallas kernels for one architecture per process, that of the first device; compile for each "
             "other one in its own process"
@@ -150,11 +149,13 @@ def _of_pallas(error: Exception) -> str | None:
     return None
 
 
-_WARNINGS = (
-    # Some donated arguments fit no result: a step that donates all of them means those that do.
-    UNUSED_DONATION,
-    UNREADABLE_CACHE,
-)
+# Some donated arguments fit no result: a step that donates all of them means those that do.
+UNUSED_DONATION = "Some donated buffers were not usable"
+
+# A cached program cannot be read back, such as one for an absent device.
+UNREADABLE_CACHE = "Error reading persistent compilation cache"
+
+_WARNINGS = (UNUSED_DONATION, UNREADABLE_CACHE)
 
 
 @dataclasses.dataclass(frozen=True)

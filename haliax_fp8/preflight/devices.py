@@ -15,11 +15,10 @@ import jax
 from jax.experimental import topologies
 
 from .._jax.late_plugin import complete_plugin
+from ..devices import Device, Peaks, is_narrow
 from ..devices.catalog import NotCompiled, Row, XlaGpu, XlaTpu, canonical, catalog
-from ..devices.device import Device
-from ..devices.peaks import Peaks, is_narrow
-from ..devices.units import MX_UNITS
 from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
+from ..recipes import MX_UNITS
 from .compilers import NVIDIA, TPU, changed_process
 from .instruction import FORMATS
 

@@ -15,8 +15,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
-from .._product.names import tile_in_name
+from ..formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
+from ..scopes import tile_in_name
 
 
 # --- Element types ----------------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ from collections.abc import Container
 from rich.text import Text
 
 from .._printing import Printable
-from ..devices.peaks import is_narrow
+from ..devices import Traffic, is_narrow
 from ..devices.roofline import Roofline
-from ..devices.traffic import Traffic
 from .collectives import Collective, fp8_share_of_gathers
 from .compile import Memory
 from .instruction import Shape

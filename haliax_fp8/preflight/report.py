@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from .._numerics.checks import require_number
+from .._arguments import require_number
 from .._printing import Printable
-from .._product.names import DGRAD, WGRAD
-from ..devices.peaks import is_narrow
+from ..devices import is_narrow
 from ..devices.roofline import LEAST_GAIN, MOST_GAIN, WHOLE_STEP, Efficiency, Roofline
 from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
+from ..scopes import DGRAD, WGRAD
 from .devices import SCALES_INSIDE, CompilableDevice, CompilableGpu, LocalDevice
 from .product import TRITON, Estimate, Product, Program, Verdict
 from .render import Page, as_markdown, as_renderable, operations, size

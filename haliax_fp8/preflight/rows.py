@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from rich.text import Text
 
 from .._printing import DottedName, common_prefix, in_one_name, without_numbers
-from .._product.names import DGRAD, FPROP, WGRAD
-from ..devices.peaks import Peaks
+from ..devices import Peaks
 from ..devices.roofline import FASTEST, SLOWEST, WHOLE_STEP, Roofline
+from ..scopes import DGRAD, FPROP, WGRAD
 from .collectives import Collective, Part
 from .instruction import MAXIMUM
 from .product import InFormat, Product, Program, Verdict

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..devices.device import Device
+from ..devices import Device
 from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
-from ..layers.describe import reasons_of_layers, recipes_of
-from ..recipes.compiler_options import training_options
+from ..layers import reasons_of_layers, recipes_of
+from ..recipes import training_options
 from .analyze import analyze
 from .compile import MeshLike, Traced, compile_for, make_mesh
 from .devices import CompilableDevice, as_compilable

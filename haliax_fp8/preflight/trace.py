@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-from .._product.names import DGRAD, FP8_DOT_GENERAL, FP8_RAGGED_DOT, FPROP, ROTATION, WGRAD
+from ..scopes import DGRAD, FP8_DOT_GENERAL, FP8_RAGGED_DOT, FPROP, ROTATION, WGRAD
 from . import instruction as words
 from .instruction import Shape
 from .program import Site, element_of_carry

@@ -1,6 +1,6 @@
 """The bytes that a launch reads and writes: of an array that it slices or updates in place, only the slice."""
 
-from ..devices.traffic import Traffic
+from ..devices import Traffic
 from .instruction import (
     ALLOCATED,
     BITCAST,

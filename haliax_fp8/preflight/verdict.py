@@ -7,10 +7,10 @@ requested. The program before optimization still has it.
 import dataclasses
 from collections.abc import Mapping
 
-from .._numerics.formats import E5M2
-from .._product.names import FP4
-from ..devices.peaks import is_narrow
+from ..devices import is_narrow
 from ..devices.xla_flags import TRITON_PRODUCTS
+from ..formats import E5M2
+from ..scopes import FP4
 from .devices import CompilableDevice
 from .hlo import parse_hlo
 from .instruction import FORMATS

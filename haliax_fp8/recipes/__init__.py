@@ -4,14 +4,6 @@
 """
 
 from .._numerics.casts import saturating_cast as saturating_cast
-from .._numerics.formats import (
-    E2M1 as E2M1,
-    E4M3 as E4M3,
-    E4M3FNUZ as E4M3FNUZ,
-    E5M2 as E5M2,
-    E5M2FNUZ as E5M2FNUZ,
-    Format as Format,
-)
 from .._numerics.quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
 from .._numerics.rounding import Rounding as Rounding
 from ..devices.units import (
@@ -20,9 +12,25 @@ from ..devices.units import (
     MX_UNITS as MX_UNITS,
     NO_UNITS as NO_UNITS,
 )
+from ..formats import (
+    E2M1 as E2M1,
+    E4M3 as E4M3,
+    E4M3FNUZ as E4M3FNUZ,
+    E5M2 as E5M2,
+    E5M2FNUZ as E5M2FNUZ,
+    Format as Format,
+)
 from .catalog import aliases as aliases, by_name as by_name, named as named
-from .recipe import Quantization as Quantization, Recipe as Recipe
+from .compiler_options import training_options as training_options
+from .recipe import (
+    SCALE_BITS as SCALE_BITS,
+    USES as USES,
+    OperandName as OperandName,
+    Quantization as Quantization,
+    Recipe as Recipe,
+)
 from .scaling import (
+    STATISTICS as STATISTICS,
     AbstractAmaxCompute as AbstractAmaxCompute,
     AbstractMemory as AbstractMemory,
     AbstractScaling as AbstractScaling,
@@ -33,6 +41,7 @@ from .scaling import (
     HadamardScaling as HadamardScaling,
     HighPrecision as HighPrecision,
     MaxOfHistory as MaxOfHistory,
+    MeasuredScaling as MeasuredScaling,
     Members as Members,
     MostRecent as MostRecent,
     MovingAverage as MovingAverage,

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-from .._numerics.checks import nearest
-from .._numerics.formats import E2M1, E4M3
+from .._arguments import nearest
 from .._numerics.rounding import Rounding
+from ..formats import E2M1, E4M3
 from .recipe import Quantization, Recipe
 from .scaling import (
     AbstractScaling,

@@ -5,9 +5,9 @@ import functools
 from collections.abc import Callable
 from typing import Literal
 
-from .._numerics.checks import require, require_bool
-from .._numerics.formats import E4M3, E5M2, Format
+from .._arguments import require, require_bool
 from .._numerics.rounding import Rounding
+from ..formats import E4M3, E5M2, Format
 from .scaling import (
     AbstractScaling,
     DelayedScaling,
@@ -19,7 +19,7 @@ from .scaling import (
 )
 
 
-OperandName = Literal["input", "kernel", "output_grad"]
+type OperandName = Literal["input", "kernel", "output_grad"]
 
 OPERAND_NAMES: tuple[OperandName, ...] = ("input", "kernel", "output_grad")
 """In the order in which state stores them."""

@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 from rich.console import RenderableType
 from rich.text import Text
 
-from .._numerics.formats import E2M1, E4M3, E5M2
 from .._numerics.quantized_array import QuantizedArray, factors_out, in_mx_blocks, in_nv_blocks
 from .._printing import Printable
 from ..devices.device import Device
 from ..devices.grouped import BLOCK, GroupedImplementation
 from ..devices.units import FP4_UNITS, FP8_UNITS, MX_UNITS
+from ..formats import E2M1, E4M3, E5M2
 from .catalog import RecipeLike, as_recipe
 from .recipe import Quantization, Recipe
 from .scaling import BlockScaling, HadamardScaling, MeasuredScaling, OperandUse

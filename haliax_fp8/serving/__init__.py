@@ -17,3 +17,4 @@ from .log_probabilities import (
     log_probability_mismatch as log_probability_mismatch,
 )
 from .parity import Difference as Difference, Mismatch as Mismatch, serving_mismatch as serving_mismatch
+from .unstack import unstacked as unstacked

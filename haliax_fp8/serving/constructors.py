@@ -13,6 +13,14 @@ from .kernel import QuantizedKernel
 from .layers import QuantizedEmbedding, QuantizedEquinoxLinear, QuantizedLinear, QuantizedMoELinear
 
 
+__all__ = [
+    "OF_MATRICES",
+    "Constructor",
+    "constructors_with",
+    "quantized_layer",
+]
+
+
 type Constructor = Callable[[Any, QuantizedKernel], AbstractQuantizedLayer]
 """Makes the layer for inference from a layer, converted or not, and the kernel that replaces its weight."""
 

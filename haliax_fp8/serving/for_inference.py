@@ -11,7 +11,7 @@ from jaxtyping import DTypeLike
 
 from .._printing.progress import Watcher, progress_of
 from .._tensor_names import is_head
-from ..layers.checks import check_not_modified, require_layers, require_model
+from ..layers.checks import check_not_modified, require_layers, require_merged, require_model
 from ..layers.config import default_rules
 from ..layers.quantized import is_quantized_layer
 from ..layers.roles import routers, sharing
@@ -27,7 +27,6 @@ from ..layers.walk import (
     unmatched_error,
 )
 from ..layouts import Layout
-from ..models.adapters import require_merged
 from .constructors import Constructor, constructors_with, quantized_layer
 from .layout import require_served
 from .of_training import served_kernel

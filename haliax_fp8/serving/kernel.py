@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from .._jax.meshes import explicit_axes_of, sharding_of_product, with_automatic_axes
-from .._numerics.formats import E2M1, FORMATS, Format
 from .._numerics.quantized_array import QuantizedArray
 from .._numerics.stored_array import StoredArray
 from .._product.arguments import precision_of
@@ -18,6 +17,7 @@ from .._product.contraction import AbstractContraction, DotContraction
 from .._product.dimensions import DimensionNumbers
 from .._product.grouped.contraction import RaggedContraction
 from .._product.grouped.implementation import implementation_for
+from ..formats import E2M1, FORMATS, Format
 from ..layouts import Layout
 from ..recipes.recipe import SCALE_BITS, Quantization, Recipe
 from .layout import recipe_of_fprop, scaling_of_input, scaling_of_kernel

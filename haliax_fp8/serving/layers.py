@@ -14,10 +14,10 @@ from haliax.state_dict import StateDict, to_state_dict
 from jax import Array
 from jax.typing import DTypeLike
 
-from .._product.names import SERVED_LINEAR
 from ..layers.equinox import plain_linear
 from ..layers.kernel import Kernel, axes_of
 from ..layers.quantized import AbstractQuantizedLayer
+from ..scopes import SERVED_LINEAR
 from .kernel import QuantizedKernel
 from .named import apart, in_order, named_product, weight_of
 

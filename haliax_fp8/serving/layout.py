@@ -1,6 +1,6 @@
 """How layers multiply in a layout: the scalings of kernel and input."""
 
-from .._numerics.formats import E2M1, E4M3
+from ..formats import E2M1, E4M3
 from ..layouts import Layout, as_layout, named
 from ..recipes.recipe import Quantization, Recipe
 from ..recipes.scaling import (
@@ -12,6 +12,12 @@ from ..recipes.scaling import (
     RowwiseScaling,
     StaticScaling,
 )
+
+
+__all__ = [
+    "scaling_of_kernel",
+    "why_not_served",
+]
 
 
 def why_not_served(layout: Layout) -> str:

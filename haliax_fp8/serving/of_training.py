@@ -22,7 +22,7 @@ from .._product.operands import quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
 from .._state.op_state import OpState
 from ..layers.checks import table_on_host, uncalibrated_operands, unrecorded_operands
-from ..layers.quantized_kernels import BoundKernel, bind_kernel, is_floating, named_behind
+from ..layers.quantized_kernels import BoundKernel, bind_kernel, is_floating, with_names_of_stacks
 from ..layers.rule import LayerRule
 from ..layouts import Layout
 from ..recipes.recipe import SCALE_BITS, OperandName, Quantization
@@ -93,7 +93,7 @@ def served_kernel(
     data = quantized.data
     if order != tuple(range(ndim)):
         data = jnp.transpose(data, (*range(bound.leading), *(bound.leading + axis for axis in order)))
-    named = functools.partial(named_behind, stack=bound.stack, leading=bound.leading)
+    named = functools.partial(with_names_of_stacks, stack=bound.stack, leading=bound.leading)
     stored = StoredArray(
         named(bits_of(data)),
         _named_scale(quantized, bound, scaling, per_expert=per_expert),
@@ -121,7 +121,7 @@ def _named_scale(
         scale = exponent_of(scale)
     else:
         scale = bits_of(scale)
-    return named_behind(scale, bound.stack, bound.leading)
+    return with_names_of_stacks(scale, bound.stack, bound.leading)
 
 
 def _spec_of(op: Fp8DotGeneral, state: OpState, contraction: Any, bound: BoundKernel) -> ProductSpec:

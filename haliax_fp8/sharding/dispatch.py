@@ -11,13 +11,13 @@ from jaxtyping import Array, Float, Float32
 
 from .._jax.meshes import as_varying, axes_of_parts
 from .._jax.xla import keep_cast
-from .._numerics.formats import Format
 from .._numerics.quantized_array import divide_by
 from .._op import Fp8DotGeneral
 from .._product.grouped.contraction import RaggedContraction
 from .._product.operands import Scales, quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
 from .._state.record import in_product
+from ..formats import Format
 from ..recipes.scaling.members import Members
 from ..recipes.scaling.multiplier import LARGEST_MULTIPLIER
 

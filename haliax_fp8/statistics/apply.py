@@ -7,17 +7,12 @@ from typing import Any
 
 import haliax as hax
 
-from .._numerics.formats import E4M3, E5M2
-from .._op import Fp8DotGeneral
-from .._state.op_state import OpState
+from ..formats import E4M3, E5M2
+from ..layers import Fp8DotGeneral, LayerRule, default_rules
 from ..layers.checks import check_not_modified, require_layers
-from ..layers.config import default_rules
-from ..layers.rule import LayerRule
 from ..layers.walk import map_layers_in_stacks, named_ops, rule_of
-from ..recipes.catalog import by_name
-from ..recipes.recipe import Quantization, Recipe
-from ..recipes.scaling import DelayedScaling
-from ..recipes.scaling.amax_of_history import MaxOfHistory, MostRecent
+from ..recipes import DelayedScaling, MaxOfHistory, MostRecent, Quantization, Recipe, by_name
+from ..training import OpState
 from .finding import HISTORY, Diagnosis, Finding, Remedy
 from .result import OPERANDS
 

@@ -15,18 +15,14 @@ from jaxtyping import Array, Float32
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
-from .._jax.max_grad import to_max_grad
-from .._op import Fp8DotGeneral
 from .._printing import DottedName, Printable, new_table
-from ..layers.checks import check_not_modified, require_calibrated, require_layers
-from ..layers.config import default_rules
-from ..layers.quantized_kernels import require_no_quantized_kernels
-from ..layers.rule import LayerRule
+from ..layers import Fp8DotGeneral, LayerRule, default_rules
+from ..layers.checks import check_not_modified, require_calibrated, require_layers, require_no_quantized_kernels
 from ..layers.walk import all_ops, find_layers, is_op, map_layers_in_stacks, nothing_to_convert, rule_of
-from ..recipes.catalog import named
+from ..recipes import named
 from .result import numbered
 from .result_table import groups
-from .twin import COLUMNS, COMPARED, MODELS, NUMBERS, Twin, distances
+from .twin import COLUMNS, COMPARED, MODELS, NUMBERS, Twin, distances, in_max_grad
 
 
 class Distance(Printable, eqx.Module):
@@ -375,7 +371,7 @@ def _compared(
     slots = [node.slot for node in jax.tree.leaves(static, is_leaf=_is_twin) if _is_twin(node)]
 
     def summed(slots: list[hax.NamedArray]) -> tuple[Array, tuple[Any, bool]]:
-        slots = jax.tree.map(to_max_grad, slots)
+        slots = in_max_grad(slots)
         following = iter(slots)
         fill = lambda node: eqx.tree_at(lambda twin: twin.slot, node, next(following)) if _is_twin(node) else node
         rest, is_loss = jax.tree.map(fill, static, is_leaf=_is_twin), []

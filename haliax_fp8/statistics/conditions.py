@@ -4,9 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .._numerics.formats import E2M1, E4M3, E5M2
-from ..recipes.scaling import CurrentScaling, DelayedScaling, StaticScaling
-from ..recipes.scaling.amax_of_history import MaxOfHistory, MostRecent, Percentile, RecoveringMax
+from ..formats import E2M1, E4M3, E5M2
+from ..recipes import CurrentScaling, DelayedScaling, MaxOfHistory, MostRecent, Percentile, RecoveringMax, StaticScaling
 from .finding import HISTORY
 from .operand import Operand, Seen
 from .thresholds import Thresholds

@@ -5,10 +5,10 @@ from typing import Any
 
 import equinox as eqx
 
-from .._numerics.checks import require
+from .._arguments import require
 from ..layers.checks import require_model
 from ..layers.walk import all_ops
-from ..recipes.recipe import USES
+from ..recipes import USES
 from .checks import CHECKS, FINITE
 from .finding import Diagnosis, Finding
 from .measure import quantization_statistics

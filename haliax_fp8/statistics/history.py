@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
-from .._op import Fp8DotGeneral
-from .._state.op_state import OpState
+from ..layers import Fp8DotGeneral
 from ..layers.checks import table_on_host
-from ..recipes.scaling import DelayedScaling
+from ..recipes import DelayedScaling
+from ..training import OpState
 
 
 @dataclasses.dataclass(frozen=True)

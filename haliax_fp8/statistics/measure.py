@@ -10,16 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from .._jax.errors import calls_users_function
-from .._op import Fp8DotGeneral
-from .._state.op_state import OpState
-from ..layers.checks import check_not_modified, require_calibrated, require_model
-from ..layers.config import default_rules
-from ..layers.rule import LayerRule
+from ..layers import Fp8DotGeneral, LayerRule, default_rules
+from ..layers.checks import calls_users_function, check_not_modified, require_calibrated, require_model
 from ..layers.walk import all_ops, is_op, map_layers_in_stacks, named_ops, rule_of
-from ..recipes.scaling import STATISTICS, AbstractScaling, DelayedScaling, MeasuredScaling
-from ..training.gradients import filter_grad
-from ..training.loss import scalar_loss
+from ..recipes import STATISTICS, AbstractScaling, DelayedScaling, MeasuredScaling
+from ..training import OpState, filter_grad, scalar_loss
 from .result import ModelStatistics, OpStatistics
 
 

@@ -1,6 +1,6 @@
 """every: statistics in some of the steps of a `TrainStep`, measured by the step itself."""
 
-from ..training.monitor import Monitor
+from ..training import Monitor
 from .measure import measuring, statistics_in, without_measurements
 from .result import ModelStatistics
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .._numerics.formats import Format
-from .._op import Fp8DotGeneral
-from .._state.op_state import OpState
+from ..formats import Format
+from ..layers import Fp8DotGeneral
 from ..layers.walk import named_ops
-from ..recipes.recipe import OperandName, Quantization, Recipe
+from ..recipes import OperandName, Quantization, Recipe
+from ..training import OpState
 from .history import History
 from .result import OPERANDS, ModelStatistics, OpStatistics, is_concrete, numbered
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .._printing import DottedName, Printable, new_table
-from ..recipes.recipe import OperandName
+from ..recipes import OperandName
 from .result_table import Worst, groups, verdict
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import numbers
 
-from .._numerics.checks import require_integer
+from .._arguments import require_integer
 
 
 # Factors whose logarithm is taken or whose square is a divisor, and a number of steps.

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
-from .._jax.max_grad import to_dtype_of
-from .._op import Fp8DotGeneral
+from .._jax.max_grad import to_dtype_of, to_max_grad
 from .._product.contraction import DotContraction
 from .._product.dimensions import DimensionNumbers
+from ..layers import Fp8DotGeneral
 from .whole_batch import Whole, call_whole
 
 
@@ -162,6 +162,11 @@ class Twin(eqx.Module):
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+def in_max_grad(slots: list[hax.NamedArray]) -> list[hax.NamedArray]:
+    """The slots of twins in the element type whose gradients accumulate by maximum."""
+    return jax.tree.map(to_max_grad, slots)
 
 
 def _compared(plain: _Product, converted: _Product, whole: Whole) -> Callable[..., Any]:

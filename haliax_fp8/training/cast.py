@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Key
 
-from .._numerics.keys import require_single_key
 from .._op import Fp8DotGeneral
 from .._product.arguments import floating_dtype
 from .._state.op_state import is_state
-from ..layers.checks import require_model
+from ..layers.checks import require_model, require_single_key
 from ..layers.walk import is_op
 
 

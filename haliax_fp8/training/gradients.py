@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 from jax.core import Tracer
 
+from .._arguments import require_bool
 from .._jax.errors import (
     NotDifferentiable,
     calls_users_function,
@@ -19,7 +20,6 @@ from .._jax.errors import (
 )
 from .._jax.max_grad import LOST_STATE, StateOutsideJit, is_max_grad, to_float32
 from .._jax.used import UsedArguments, depends_on, tagged
-from .._numerics.checks import require_bool
 from .._product.kernel_for_products import KernelForProducts
 from .._state.op_state import OpState, OverwriteWithGradient, is_state
 from .._state.update import complete_states, record_states, records_of_part

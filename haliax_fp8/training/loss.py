@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from haliax.quantization import CustomGradientAccumulation
 from jax import lax
 
+from .._arguments import require_bool
 from .._jax.max_grad import is_max_grad
 from .._jax.meshes import manual_axes
-from .._numerics.checks import require_bool
 from .gradients import filter_value_and_grad
 from .updates import common_dtype, in_float32
 

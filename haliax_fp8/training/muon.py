@@ -8,9 +8,9 @@ import jax
 from optax.contrib import MuonDimensionNumbers
 
 from .._tensor_names import is_embedding, is_head
-from ..layers.checks import require_model
+from ..layers.checks import require_model, require_no_quantized_kernels
 from ..layers.config import Fp8Config, default_rules
-from ..layers.quantized_kernels import is_floating, require_no_quantized_kernels
+from ..layers.quantized_kernels import is_floating
 from ..layers.rule import LayerRule, Refused
 from ..layers.walk import find_layers, rule_of
 from .updates import trainable_part

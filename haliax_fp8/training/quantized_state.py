@@ -17,9 +17,9 @@ from rich.console import RenderableType
 
 from .._jax.xla import once_computed
 from .._numerics.casts import spacing_of
-from .._numerics.formats import E4M3
 from .._numerics.rounding import hashed, random_bits
 from .._printing.printable import Printable, new_table
+from ..formats import E4M3
 from ..layers.roles import is_embedding
 from ..layers.walk import path_string
 

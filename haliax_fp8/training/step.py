@@ -13,16 +13,21 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
+from .._arguments import require_bool
 from .._jax.errors import explained_by
-from .._numerics.checks import require_bool
 from .._numerics.rounding import Rounding
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
-from ..layers.checks import require_usable_tables, require_whole_model, require_whole_state
+from ..layers.checks import (
+    require_no_quantized_kernels,
+    require_usable_tables,
+    require_weights,
+    require_whole_model,
+    require_whole_state,
+)
 from ..layers.config import Fp8Config, default_rules
 from ..layers.describe import describe, recipes_of
-from ..layers.quantized import require_weights
-from ..layers.quantized_kernels import quantize_kernels, require_no_quantized_kernels
+from ..layers.quantized_kernels import quantize_kernels
 from ..layers.rule import LayerRule
 from ..layers.walk import all_ops, is_op
 from ..recipes.compiler_options import log_cost_of_flags, training_options

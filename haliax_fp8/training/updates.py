@@ -25,11 +25,12 @@ from ..layers.checks import (
     require_calibrated,
     require_layers,
     require_model,
+    require_no_quantized_kernels,
     require_tree,
     require_whole_state,
     table_on_host,
 )
-from ..layers.quantized_kernels import require_no_quantized_kernels, without_quantized_kernels
+from ..layers.quantized_kernels import without_quantized_kernels
 from ..layers.walk import named_ops
 from .quantized_state import with_moments_of
 

@@ -841,14 +841,14 @@ CHANGES = (
     ),
     Change(
         "subnormals lie as close as in their binade",
-        "_numerics/formats.py",
+        "_numerics/casts.py",
         "lax.max(binade, np.float32(format.smallest_normal)) *",
         "binade *",
         ("test_nvfp4.py::test_e2m1_rounds_to_the_nearest_value_and_ties_to_the_even_code",),
     ),
     Change(
         "what is above the maximum is not clipped",
-        "_numerics/formats.py",
+        "_numerics/casts.py",
         "x = lax.clamp(-limit, x, limit)",
         "x = lax.max(-limit, x)",
         ("test_formats.py::test_infinities_become_the_maximum_and_nan_stays",),

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from haliax_fp8._numerics.casts import saturating_cast
-from haliax_fp8._numerics.formats import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 from haliax_fp8._numerics.quantized_array import divide_by
+from haliax_fp8.formats import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 
 
 FORMATS = [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ]

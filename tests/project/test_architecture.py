@@ -14,15 +14,16 @@ ROOT = Path(haliax_fp8.__file__).parent
 
 # A folder (or a file beside the folders) may import those of the lines above its own, never one of its own line.
 # Folders whose names begin with an underscore are private.
-FLOORS = (
-    # The ground: JAX extended; numbers, printed tables.
+LIBRARY = (
+    # The ground, on which clients stand too: what needs no JAX.
+    ("_arguments", "_printing", "_tensor_names", "formats", "scopes"),
+    # JAX extended.
     ("_jax",),
-    ("_numerics", "_printing", "_tensor_names"),
-    # How weights are quantized for inference, and folders of such weights, with NumPy alone.
+    ("_numerics",),
+    # How weights are quantized for inference.
     ("layouts",),
-    ("folders",),
     ("devices",),
-    # What becomes of a number: formats, scalings, recipes.
+    # What becomes of a number: scalings, recipes.
     ("recipes",),
     # What is remembered from step to step.
     ("_state",),
@@ -33,25 +34,27 @@ FLOORS = (
     ("_einsum",),
     # Layers.
     ("layers",),
-    # Proof before purchase, which says why a layer's products are not in FP8.
-    ("preflight",),
-    # Models of such layers, and adapters for them.
-    ("models",),
     # What is kept for the backward pass.
     ("memory",),
     # The loop.
     ("training", "sharding", "ops"),
-    # What became of its numbers; the model for inference.
-    ("statistics", "serving"),
+    # The model for inference.
+    ("serving",),
+)
+# They stand on the library's public names, and load when they are used.
+CLIENTS = (
+    # Folders of quantized weights, with NumPy alone.
+    ("folders",),
+    # Proof before purchase; models, and adapters for them; what became of their numbers.
+    ("preflight", "models", "statistics"),
     # Folders of others and for others; pictures.
     ("huggingface", "plots"),
     # One's own runs, which may also be loaded from such files.
     ("checkpoints",),
     ("_cli",),
-    # What may still change: nothing but the names of the package imports it.
-    ("experimental",),
-    ("__init__", "__main__"),
 )
+# What may still change: nothing but the names of the package imports it.
+FLOORS = (*LIBRARY, *CLIENTS, ("experimental",), ("__init__", "__main__"))
 FLOOR = {room: floor for floor, line in enumerate(FLOORS) for room in line}
 
 
@@ -74,6 +77,21 @@ def imports(path: Path) -> Iterator[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             base = [*base, *(node.module.split(".") if node.module else [])]
             yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def is_public(name: str) -> bool:
+    """Whether a public folder exports a name, or a module without an underscore in its path lists it in `__all__`."""
+    module, _, last = name.removeprefix("haliax_fp8.").rpartition(".")
+    path = ROOT / module.replace(".", "/")
+    is_folder = path.is_dir() and "." not in module
+    if any(part.startswith("_") for part in module.split(".")) or not (is_folder or path.with_suffix(".py").exists()):
+        return False
+    tree = ast.parse((path / "__init__.py" if is_folder else path.with_suffix(".py")).read_text())
+    exported = {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    lists = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return last in (exported if is_folder and not lists else [name for x in lists for name in ast.literal_eval(x)])
 
 
 def imported_from(path: Path, folder: Path) -> set[str]:
@@ -108,6 +126,27 @@ def test_every_folder_is_on_a_floor():
 def test_imports_go_up_the_table():
     rooms = {path: imported_from(path, ROOT) - {room_of(path)} for path in files()}
     assert not [(path, room) for path, found in rooms.items() for room in found if FLOOR[room] >= FLOOR[room_of(path)]]
+
+
+def test_clients_import_public_names_only():
+    """What the library's own tools need, anyone's tools may use.
+
+    But for JAX's internals that only clients use, and the comparison of two models, which is a product of its own.
+    """
+    clients, ground = ({room for line in lines for room in line} for lines in (CLIENTS, LIBRARY[:1]))
+    library = {room for line in LIBRARY for room in line} - ground
+    of_library = {name for path in files() if room_of(path) in library | {"experimental"} for name in imports(path)}
+    private = {
+        (str(path.relative_to(ROOT)), name.removeprefix("haliax_fp8."))
+        for path in files()
+        if room_of(path) in clients
+        for name in imports(path)
+        if name.startswith("haliax_fp8.") and name.split(".")[1] in library and not is_public(name)
+    }
+    engine = {name for file, name in private if file == "statistics/twin.py"}
+    internals = {name for _, name in private if name.startswith("_jax.") and f"haliax_fp8.{name}" not in of_library}
+    assert not {(file, name) for file, name in private if name not in engine | internals}
+    assert engine and internals, "an exception that is not used any more"
 
 
 def test_no_circles_inside_a_folder():

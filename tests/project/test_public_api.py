@@ -1,6 +1,7 @@
 """The API page lists what the package exports, and the front door shows what it is for."""
 
 import ast
+import importlib
 import inspect
 import pathlib
 import re
@@ -24,24 +25,38 @@ def exports(module):
     return {alias.asname for node in nodes for alias in node.names if alias.asname}
 
 
-# The page documents `ops` as a whole, and what is experimental by its parts.
-MODULES = sorted(set(dir(haliax_fp8)) - {*FRONT_DOOR, "__version__", "ops", "experimental"})
+def listed(path):
+    """The names in a module's `__all__`; none without one."""
+    nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
+    lists = [ast.literal_eval(node.value) for node in nodes if ast.unparse(node.targets[0]) == "__all__"]
+    return set().union(*lists)
+
+
+# Modules for tools, which the page documents as a whole, by name: all that list what is public in them.
+FOR_TOOLS = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): names
+    for path in PACKAGE.rglob("[!_]*.py")
+    if not any(part.startswith("_") for part in path.relative_to(PACKAGE).parts) and (names := listed(path))
+}
+# The page documents `ops` as a whole too, and what is experimental by its parts.
+MODULES = sorted(set(dir(haliax_fp8)) - {*FRONT_DOOR, *FOR_TOOLS, "__version__", "ops", "experimental"})
 MODULES += sorted(f"experimental.{name}" for name in exports("experimental"))
 # With the modules themselves, whose docstrings stand above their names.
 DOCUMENTED = re.findall(r"^::: haliax_fp8\.((?:\w+\.)*\w+)$", API, re.MULTILINE)
-# Each name once: at the front door if it is there, else in its module.
-PUBLIC = [*FRONT_DOOR, *sorted(f"{module}.{name}" for module in MODULES for name in exports(module) - set(FRONT_DOOR))]
+# Each name once: at the front door if it is there, else in its module; those of modules for tools there.
+ELSEWHERE = set(FRONT_DOOR).union(*FOR_TOOLS.values())
+PUBLIC = [*FRONT_DOOR, *sorted(f"{module}.{name}" for module in MODULES for name in exports(module) - ELSEWHERE)]
+NAMES_FOR_TOOLS = sorted(f"{module}.{name}" for module, names in FOR_TOOLS.items() for name in names)
 
 
 def test_the_api_page_lists_exactly_the_public_names():
-    assert sorted(set(DOCUMENTED) - {*MODULES, "ops", "experimental"}) == sorted(PUBLIC)
+    assert sorted(set(DOCUMENTED) - {*MODULES, "ops", "experimental"}) == sorted([*PUBLIC, *FOR_TOOLS])
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", [*PUBLIC, *NAMES_FOR_TOOLS])
 def test_public_names_exist_and_have_docstrings(name):
-    value = haliax_fp8
-    for part in name.split("."):
-        value = getattr(value, part)
+    module, _, last = name.rpartition(".")
+    value = getattr(importlib.import_module(f"haliax_fp8.{module}".removesuffix(".")), last)
     assert not callable(value) or inspect.getdoc(value)
 
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from ..names import name_of_tile
+from ...scopes import name_of_tile
 from .mosaic import Job, call, scaled, store, stored_transforms, swizzled
 from .tiles import GroupedScales, Jobs, Tile
 

@@ -18,7 +18,7 @@ from ..._jax.meshes import as_varying, varying_axes
 from ..._jax.opaque import on_one_device
 from ..._numerics.quantized_array import QuantizedArray
 from ...recipes.recipe import ProductName
-from ..names import name_of_tile
+from ...scopes import name_of_tile
 from .tiles import Tile, alike, lines, padded
 
 

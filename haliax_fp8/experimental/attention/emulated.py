@@ -26,8 +26,8 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from ..._jax.xla import force_cast
-from ..._numerics.formats import E4M3
 from ..._numerics.quantized_array import divide_by
+from ...formats import E4M3
 
 
 OPERANDS: Final = ("query", "key", "value")

@@ -13,10 +13,10 @@ import wadler_lindig as wl
 from haliax.state_dict import StateDict
 from jaxtyping import Array, Float
 
-from ..._numerics.checks import require, require_bool
-from ..._numerics.formats import E4M3
+from ..._arguments import require, require_bool
 from ..._state.op_state import AbstractOp, OpState, leading_axes
 from ...devices.device import Device
+from ...formats import E4M3
 from ...recipes.scaling import DelayedScaling, ObservedScaling
 from ...recipes.scaling.amax_of_history import Percentile
 from .emulated import TENSORS, AttentionSpec

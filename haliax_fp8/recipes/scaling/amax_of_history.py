@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ..._numerics.checks import require_number
+from ..._arguments import require_number
 
 
 # A GPU's multiprocessors take a few rows each.

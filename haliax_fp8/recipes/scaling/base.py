@@ -8,10 +8,11 @@ from typing import ClassVar, NamedTuple
 from jax import lax
 from jaxtyping import Array, Float, Float32, Key
 
-from ..._numerics.formats import E5M2, Format
+from ..._arguments import require_integer
 from ..._numerics.quantized_array import QuantizedArray
 from ..._numerics.rounding import Rounding
 from ...devices.device import MatrixUnits
+from ...formats import E5M2, Format
 from .members import Members
 from .memory import AbstractMemory
 
@@ -165,3 +166,23 @@ def of_all_elements(scale: Float32[Array, " *ensemble"], ndim: int) -> Float32[A
         ndim: The rank of the operand, whose first axes number the members.
     """
     return lax.reshape(scale, (*scale.shape, *(1,) * (ndim - scale.ndim))) if scale.ndim else scale
+
+
+def require_margin(value: int, of: str) -> None:
+    """Raises a ValueError for a margin, positive or negative, that uses up a format's range.
+
+    Args:
+        value: Headroom as a power of two.
+        of: The scaling that has the margin.
+    """
+    require_integer("margin", value, of)
+    if not -_BINADES <= value <= _BINADES:
+        raise ValueError(
+            f"margin={value} of {of} must lie between {-_BINADES} and {_BINADES}: scales are multiplied by 2**margin, "
+            "and E4M3 spans 18 binades, so a larger margin turns every value into zero, and a smaller one clips every "
+            "value; 0 is usual, 1 leaves room for tensors that double from one step to the next"
+        )
+
+
+# E4M3 spans 17.8 binades, from its smallest subnormal, 2**-9, to its maximum, 448.
+_BINADES = 17

@@ -8,10 +8,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ..._numerics.checks import require_bool, require_integer
-from ..._numerics.formats import E4M3, Format
+from ..._arguments import require_bool, require_integer
 from ..._numerics.quantized_array import QuantizedArray, quantize_by
 from ...devices.device import MX_UNITS, NO_UNITS, MatrixUnits
+from ...formats import E4M3, Format
 from .base import AbstractScaling, CastCost, OperandUse
 from .multiplier import amax_over, multiplier_of
 

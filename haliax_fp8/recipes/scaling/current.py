@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float
 
+from ..._arguments import require_bool
 from ..._jax.meshes import largest_over_devices
-from ..._numerics.checks import require_bool
-from ..._numerics.formats import E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray, divide_by, quantize_by
 from ...devices.device import FP8_UNITS, MatrixUnits
+from ...formats import E4M3, Format
 from .base import AbstractScaling, OperandUse
 from .multiplier import amax_over, multiplier_of, scale_of
 

@@ -9,11 +9,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ..._numerics.checks import require_bool, require_integer, require_margin
+from ..._arguments import require_bool, require_integer
 from ..._numerics.quantized_array import QuantizedArray, divide_by
 from ...devices.device import FP8_UNITS, MatrixUnits
 from .amax_of_history import AbstractAmaxCompute, MaxOfHistory
-from .base import AbstractScaling, CastCost, OperandUse, of_all_elements
+from .base import AbstractScaling, CastCost, OperandUse, of_all_elements, require_margin
 from .memory import AbstractMemory
 from .multiplier import positive_or_one, round_down_to_power_of_two
 

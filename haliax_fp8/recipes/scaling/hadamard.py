@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float
 
-from ..._numerics.checks import require
-from ..._numerics.formats import Format
+from ..._arguments import require
 from ..._numerics.quantized_array import QuantizedArray
 from ..._numerics.rounding import GROUP, Rotation
 from ...devices.device import MatrixUnits
+from ...formats import Format
 from .base import AbstractScaling, CastCost, OperandUse
 
 

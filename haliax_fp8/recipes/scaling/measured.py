@@ -11,9 +11,9 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, UInt
 
 from ..._jax.xla import computed_before_measured
-from ..._numerics.formats import Format
 from ..._numerics.quantized_array import QuantizedArray, expand
 from ...devices.device import MatrixUnits
+from ...formats import Format
 from .base import AbstractScaling, CastCost, OperandUse
 from .high_precision import unscaled
 from .members import Members

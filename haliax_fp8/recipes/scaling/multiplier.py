@@ -5,7 +5,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, UInt32
 
-from ..._numerics.formats import LARGEST_MULTIPLIER as LARGEST_MULTIPLIER
+from ...formats import LARGEST_MULTIPLIER as LARGEST_MULTIPLIER
 
 
 def multiplier_of(

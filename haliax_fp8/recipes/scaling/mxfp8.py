@@ -9,10 +9,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from ..._numerics.formats import E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray, expand
 from ..._numerics.stored_array import power_of_two
 from ...devices.device import MX_UNITS, MatrixUnits
+from ...formats import E4M3, Format
 from .base import AbstractScaling, CastCost, OperandUse
 from .block import block_shape, blockwise_amax, e8m0_exponent
 

@@ -8,13 +8,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from ..._arguments import require_bool
 from ..._jax.meshes import largest_over_devices
 from ..._jax.xla import force_cast
 from ..._numerics.casts import saturating_cast, spacing_of
-from ..._numerics.checks import require_bool
-from ..._numerics.formats import E2M1, E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray, expand
 from ...devices.device import FP4_UNITS, MatrixUnits
+from ...formats import E2M1, E4M3, Format
 from .base import AbstractScaling, CastCost, OperandUse
 from .block import block_shape, blockwise_amax, blockwise_sum
 from .multiplier import multiplier_of, scale_of

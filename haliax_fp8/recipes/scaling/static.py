@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ..._numerics.checks import require_margin, require_number
+from ..._arguments import require_number
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import FP8_UNITS, MatrixUnits
 from .amax_of_history import amaxes_of_rows
-from .base import AbstractScaling, CastCost, OperandUse
+from .base import AbstractScaling, CastCost, OperandUse, require_margin
 from .delayed import COST_WITH_STORED_SCALE, finite_or_none, quantize_by_stored_scale, scale_of_amax
 from .memory import AbstractMemory
 

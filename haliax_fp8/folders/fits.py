@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 
@@ -16,12 +16,10 @@ def require_fits(array: np.ndarray, dtype: Any, name: str) -> None:
     """
     if array.dtype == dtype or not array.size:
         return
-    if jnp.issubdtype(dtype, jnp.integer):
-        limits = jnp.iinfo(dtype)
+    if (limits := _limits(ml_dtypes.iinfo, dtype)) is not None:
         extremes = array.argmin(), array.argmax()
         wrong = next((i for i in extremes if not limits.min <= int(array.flat[i]) <= limits.max), None)
-    elif jnp.issubdtype(dtype, jnp.floating):
-        limits = jnp.finfo(dtype)
+    elif (limits := _limits(ml_dtypes.finfo, dtype)) is not None:
         with np.errstate(all="ignore"):
             lost = np.isfinite(array) & ~np.isfinite(array.astype(dtype))
         wrong = lost.argmax() if lost.any() else None
@@ -35,3 +33,11 @@ def require_fits(array: np.ndarray, dtype: Any, name: str) -> None:
         f"model's {np.dtype(dtype).name} ({limits.min} to {limits.max}); load it into a model whose {name} is "
         f"{array.dtype.name}"
     )
+
+
+def _limits(of: Any, dtype: Any) -> Any:
+    """The limits of a dtype as an integer's or a number's; None if it is neither."""
+    try:
+        return None if np.dtype(dtype).kind == "c" else of(dtype)
+    except ValueError:
+        return None

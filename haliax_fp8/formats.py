@@ -13,6 +13,18 @@ import ml_dtypes
 import numpy as np
 
 
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "E4M3FNUZ",
+    "E5M2",
+    "E5M2FNUZ",
+    "FORMATS",
+    "LARGEST_MULTIPLIER",
+    "Format",
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class Format:
     """An element type of eight bits or fewer, with its limits.

@@ -3,7 +3,23 @@
 import re
 from typing import Final
 
-from .._numerics.rounding import ROTATION as ROTATION
+
+__all__ = [
+    "DGRAD",
+    "FP4",
+    "FP8_DOT_GENERAL",
+    "FP8_KERNEL",
+    "FP8_OPERAND",
+    "FP8_OUTPUT",
+    "FP8_RAGGED_DOT",
+    "FPROP",
+    "ROTATION",
+    "SERVED_LINEAR",
+    "TRAIN_STEP",
+    "WGRAD",
+    "name_of_tile",
+    "tile_in_name",
+]
 
 
 TRAIN_STEP: Final = "fp8_train_step"
@@ -41,6 +57,9 @@ WGRAD: Final = "wgrad"
 
 FP4: Final = "fp4"
 """The scope, inside one of the three above, of a product with an operand in FP4, which is stored in wider types."""
+
+ROTATION: Final = "rotation"
+"""The scope of the rotation of operands, which is a product too; the products of rotated operands are outside it."""
 
 FP8_OPERAND: Final = "fp8_operand"
 """The name that checkpoint policies use for an FP8 product's input, which its backward pass needs."""

@@ -41,26 +41,6 @@ def require_integer(name: str, value: object, of: str) -> None:
         raise ValueError(f"{name}={value!r} of {of} must be an integer")
 
 
-def require_margin(value: int, of: str) -> None:
-    """Raises a ValueError for a margin, positive or negative, that uses up a format's range.
-
-    Args:
-        value: Headroom as a power of two.
-        of: The scaling that has the margin.
-    """
-    require_integer("margin", value, of)
-    if not -_BINADES <= value <= _BINADES:
-        raise ValueError(
-            f"margin={value} of {of} must lie between {-_BINADES} and {_BINADES}: scales are multiplied by 2**margin, "
-            "and E4M3 spans 18 binades, so a larger margin turns every value into zero, and a smaller one clips every "
-            "value; 0 is usual, 1 leaves room for tensors that double from one step to the next"
-        )
-
-
-# E4M3 spans 17.8 binades, from its smallest subnormal, 2**-9, to its maximum, 448.
-_BINADES = 17
-
-
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names closest to an unknown one, ignoring case, closest first; may be empty.
 
