@@ -88,11 +88,6 @@ class Format:
         return int(ml_dtypes.finfo(self.dtype).bits)
 
     @property
-    def exponent_bits(self) -> int:
-        """Bits of the exponent."""
-        return int(ml_dtypes.finfo(self.dtype).nexp)
-
-    @property
     def mantissa_bits(self) -> int:
         """Stored bits of the significand."""
         return int(ml_dtypes.finfo(self.dtype).nmant)

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,7 +18,6 @@ from matplotlib.text import Text
 
 import haliax_fp8 as fp8
 from haliax_fp8 import DelayedScaling, plots
-from haliax_fp8.statistics import StatisticsLog
 
 
 CONVERGENCE = pathlib.Path(__file__).parents[2] / "benchmarks" / "convergence.json"
@@ -37,7 +37,7 @@ def batch(seed: int, step: int) -> Array:
 
 
 @functools.cache
-def trained() -> tuple[dict[str, np.ndarray], StatisticsLog]:
+def trained() -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     """Losses of a model in float32 and in FP8, three seeds each; statistics of the first."""
     config = fp8.Fp8Config(recipe=fp8.Recipe.of(DelayedScaling(amax_history_length=8)))
     measure = eqx.filter_jit(
@@ -60,8 +60,7 @@ def trained() -> tuple[dict[str, np.ndarray], StatisticsLog]:
                 model, optimizer, metrics = step(model, optimizer, x)
                 run.append(metrics["loss"])
             runs.append([float(loss) for loss in run])
-    log = StatisticsLog.of(measured, range(0, STEPS, EVERY))
-    return {name: np.asarray(runs) for name, runs in losses.items()}, log
+    return {name: np.asarray(runs) for name, runs in losses.items()}, measured
 
 
 def loss_curves() -> Figure:
@@ -71,7 +70,7 @@ def loss_curves() -> Figure:
 
 def heatmaps() -> Figure:
     """The inputs of every layer while the data change."""
-    figure = plots.statistics_heatmaps(trained()[1], "input")
+    figure = plots.statistics_heatmaps(trained()[1], range(0, STEPS, EVERY))
     # Readable on white and on black: of this picture the site does not turn the lightness around.
     for text in figure.findobj(Text):
         text.set_color(ON_BOTH)

@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 _COMMANDS = {
     "preflight": ("preflight",),
-    "tables": ("devices", "formats"),
+    "tables": ("devices",),
     "checkpoint": ("checkpoint",),
     "compiler": ("install-compiler",),
 }

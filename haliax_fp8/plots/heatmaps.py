@@ -1,13 +1,16 @@
 """statistics_heatmaps: scale, amax, underflow and saturation of every layer over the steps of training."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from jaxtyping import Float64
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from ..statistics import StatisticsLog
+from ..statistics.result import OPERANDS
 from .style import panels
 
 
@@ -18,7 +21,8 @@ _MAGNITUDES = ("amax", "scale", "rms_error", "norm", "kurtosis")
 
 
 def statistics_heatmaps(
-    log: StatisticsLog,
+    measured: Sequence[Mapping[str, Any]],
+    steps: Sequence[int] | None = None,
     operand: str = "input",
     statistics: Sequence[str] = ("scale", "amax", "underflow", "saturation"),
 ) -> Figure:
@@ -28,7 +32,8 @@ def statistics_heatmaps(
     percent. Lighter is larger; cells are white where nothing was measured.
 
     Args:
-        log: What was measured, from `StatisticsLog.of`.
+        measured: What `ModelStatistics.flat()` gave in each step; other numbers, such as the loss, are left out.
+        steps: The number of each step; None counts from 0.
         operand: `"input"`, `"kernel"` or `"output_grad"`.
         statistics: One panel for each: fields of `OpStatistics`, or `"sqnr"`.
 
@@ -36,7 +41,8 @@ def statistics_heatmaps(
         A figure with one panel per statistic.
 
     Raises:
-        ValueError: If the log has no such statistic, or none is asked for.
+        ValueError: If `measured` has no such statistic, or none is asked for; if `steps` is not as long, or not
+            increasing; or if a value is not one number.
 
     References:
         `bionemo-framework`, the analysis of statistics that `nvdlfw_inspect` logs.
@@ -44,14 +50,27 @@ def statistics_heatmaps(
     Example:
         >>> # As in `measured.flat()`.
         >>> measured = {"fp8/layers.0/kernel/amax": 1.0, "fp8/layers.1/kernel/amax": 2.0}
-        >>> log = StatisticsLog.of([measured, measured], steps=[0, 10])
-        >>> figure = statistics_heatmaps(log, "kernel", ["amax"])
+        >>> figure = statistics_heatmaps([measured, measured], [0, 10], "kernel", ["amax"])
         >>> figure.axes[0].get_title(loc="left")
         'amax of the kernel'
     """
     if not statistics:
         raise ValueError("statistics is empty; name at least one, such as 'amax'")
-    tables = {name: log.table(name, operand) for name in statistics}
+    if operand not in OPERANDS:
+        raise ValueError(f"operand={operand!r} is not one of {list(OPERANDS)}")
+    steps = list(range(len(measured)) if steps is None else map(int, steps))
+    if not measured or len(steps) != len(measured):
+        raise ValueError(
+            f"steps has {len(steps)} entries and measured {len(measured)}; give one measured.flat() for each step"
+        )
+    if any(after <= before for before, after in itertools.pairwise(steps)):
+        raise ValueError(f"steps={steps} is not increasing; sort the measurements by step, with each step once")
+    for numbers in measured:
+        if not isinstance(numbers, Mapping):
+            raise ValueError(f"measured has a {type(numbers).__name__}, not a dict of numbers; use its flat()")
+        if wrong := [name for name, value in numbers.items() if np.size(value) != 1]:
+            raise ValueError(f"{wrong[0]!r} has shape {np.shape(numbers[wrong[0]])}, not one number; use flat()")
+    tables = {name: _table(measured, name, operand) for name in statistics}
     count = max(len(layers) for layers, _ in tables.values())
     height = 0.75 + max(0.75, 0.2 * min(count, 40))
     figure, axes = panels(len(tables), height * len(tables) + 0.3)
@@ -60,7 +79,7 @@ def statistics_heatmaps(
         norm = _norm(shown, is_magnitude=name in _MAGNITUDES)
         # Masked, zeros of a logarithmic map have its lowest colour and not that of what is missing.
         shown = np.maximum(shown, norm.vmin) if isinstance(norm, LogNorm) else shown
-        image = one.pcolormesh(_edges(log.steps), np.arange(len(layers) + 1), shown, cmap="cividis", norm=norm)
+        image = one.pcolormesh(_edges(steps), np.arange(len(layers) + 1), shown, cmap="cividis", norm=norm)
         every = -(-len(layers) // 40)
         one.set_yticks(np.arange(0, len(layers), every) + 0.5, layers[::every], fontsize=7.5)
         one.invert_yaxis()
@@ -74,6 +93,20 @@ def statistics_heatmaps(
         bar.set_label("%" if name in _SHARES else "dB" if name == "sqnr" else "")
     axes[-1].set_xlabel("step")
     return figure
+
+
+def _table(
+    measured: Sequence[Mapping[str, Any]], statistic: str, operand: str
+) -> tuple[tuple[str, ...], Float64[np.ndarray, "layers steps"]]:
+    """The layers that have a statistic, and its numbers; NaN where a step has none."""
+    split = {name: name.rsplit("/", 3) for numbers in measured for name in numbers}
+    parts = {name: tuple(part[1:]) for name, part in split.items() if len(part) == 4}
+    rows = {layer: name for name, (layer, of, what) in parts.items() if (of, what) == (operand, statistic)}
+    if not rows:
+        known = sorted({what for _, of, what in parts.values() if of == operand})
+        raise ValueError(f"statistic={statistic!r} of {operand} is not in measured, which has {known}")
+    number = lambda numbers, name: float(np.asarray(numbers.get(name, np.nan)).item())
+    return tuple(rows), np.asarray([[number(numbers, name) for numbers in measured] for name in rows.values()])
 
 
 def _norm(values: np.ndarray, *, is_magnitude: bool) -> Normalize:

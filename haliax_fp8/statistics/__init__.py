@@ -14,7 +14,6 @@ from .finding import (
     Problem as Problem,
     Remedy as Remedy,
 )
-from .log import StatisticsLog as StatisticsLog
 from .measure import quantization_statistics as quantization_statistics
 from .monitor import every as every
 from .result import ModelStatistics as ModelStatistics, OpStatistics as OpStatistics

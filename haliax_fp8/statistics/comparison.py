@@ -127,8 +127,8 @@ class ModelComparison(Printable, eqx.Module):
             for name in names
         }
 
-    def worst(self, count: int = 10) -> "WorstLayers":
-        """The layers that alone have the largest error of one product, the worst first; print it for a table.
+    def worst(self, count: int = 10) -> "ModelComparison":
+        """The layers that alone have the largest error of one product, the worst first; those of a stack one by one.
 
         Args:
             count: How many.
@@ -139,8 +139,8 @@ class ModelComparison(Printable, eqx.Module):
             errors = [float(getattr(layer, name).relative_error) for name in own]
             return float(np.nan_to_num(np.fmax.reduce(errors), nan=-1.0))
 
-        rows = sorted(_on_host(self), key=lambda row: -largest(row[1]))
-        return WorstLayers(tuple(rows[:count]), self.has_gradients)
+        rows = dict(sorted(_on_host(self), key=lambda row: -largest(row[1]))[:count])
+        return ModelComparison(tuple(rows), tuple(rows.values()), self.result, self.has_gradients)
 
     def __rich__(self) -> RenderableType:
         if not _has_numbers(self):
@@ -148,21 +148,6 @@ class ModelComparison(Printable, eqx.Module):
         error = float(self.result.relative_error)
         name = "the loss" if self.has_gradients else "the result"
         return Group(*_tables(_on_host(self), gradients=self.has_gradients), Text(f"{name} differs by {error:.2%}"))
-
-
-class WorstLayers(Printable, eqx.Module):
-    """The layers of a comparison with the largest errors of their own.
-
-    Args:
-        layers: Their names and what was found of them, the worst first.
-        has_gradients: As in `ModelComparison`.
-    """
-
-    layers: tuple[tuple[str, LayerComparison], ...]
-    has_gradients: bool
-
-    def __rich__(self) -> RenderableType:
-        return Group(*_tables(list(self.layers), gradients=self.has_gradients))
 
 
 _FORWARD = ("fprop", "output")

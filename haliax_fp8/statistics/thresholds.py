@@ -4,18 +4,15 @@ import dataclasses
 import math
 import numbers
 
-from rich.table import Table
-
 from .._arguments import require_integer
-from .._printing import Printable, new_table
 
 
 # Factors whose logarithm is taken or whose square is a divisor, and a number of steps.
 _POSITIVE = "kernel_jump", "growth_steps", "over_noise"
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Thresholds(Printable):
+@dataclasses.dataclass(frozen=True)
+class Thresholds:
     """Limits beyond which a number counts as a problem. All but `over_noise` are heuristics, chosen on small models.
 
     An infinite limit turns its check off, except `over_noise`, which is a lower limit.
@@ -55,11 +52,3 @@ class Thresholds(Printable):
                 raise ValueError(f"{field.name}={value!r} of Thresholds must be a number; {usual}")
             if field.name in _POSITIVE and value <= 0:
                 raise ValueError(f"{field.name}={value!r} of Thresholds must be positive; {usual}")
-
-    def __rich__(self) -> Table:
-        table = new_table("The values from which a number counts as a problem")
-        table.add_column("threshold", no_wrap=True)
-        table.add_column("value", justify="right", no_wrap=True)
-        for field in dataclasses.fields(self):
-            table.add_row(field.name, f"{getattr(self, field.name):g}")
-        return table

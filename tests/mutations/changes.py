@@ -1259,7 +1259,7 @@ CHANGES = (
     Change(
         "the state of a loaded run may have been changed",
         "checkpoints/histories.py",
-        "if not is_modified(table[..., 0], table[..., -1]):",
+        "if not OpState.is_modified(table):",
         "if True:",
         ("test_load_into.py",),
     ),

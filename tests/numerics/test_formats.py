@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from haliax_fp8._numerics.casts import saturating_cast
 from haliax_fp8._numerics.quantized_array import divide_by
-from haliax_fp8.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
+from haliax_fp8.formats import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 
 
 FORMATS = [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ]
@@ -77,13 +77,13 @@ def test_limits_are_those_of_ml_dtypes_and_of_the_codes(format):
     assert format.max == float(limits.max) == positive.max()
     assert format.smallest_normal == float(limits.smallest_normal) == 2.0 ** (1 - BIAS[format])
     assert format.smallest_subnormal == float(limits.smallest_subnormal) == positive.min()
-    assert (format.exponent_bits, format.mantissa_bits) == (limits.nexp, limits.nmant)
-    assert format.exponent_bits + format.mantissa_bits == 7
+    assert format.mantissa_bits == limits.nmant == 7 - limits.nexp
     assert format.dynamic_range == math.log2(positive.max() / positive.min())
 
 
 def test_published_maxima():
     assert [format.max for format in FORMATS] == [448.0, 57344.0, 240.0, 57344.0]
+    assert (E2M1.max, E2M1.smallest_normal, E2M1.smallest_subnormal) == (6.0, 1.0, 0.5)
 
 
 @over_formats

@@ -14,7 +14,6 @@ import pytest
 
 from haliax_fp8 import DelayedScaling, plots
 from haliax_fp8.recipes import E2M1, E4M3, E4M3FNUZ, E5M2, MostRecent
-from haliax_fp8.statistics import StatisticsLog
 
 
 RNG = np.random.default_rng(0)
@@ -102,18 +101,15 @@ def flat(step):
     return numbers | {"loss": 1.0 / (1 + step)}
 
 
-def test_heatmaps_hold_the_log():
-    log = StatisticsLog.of([flat(0), flat(10), flat(30)], [0, 10, 30])
-    layers, amaxes = log.table("amax")
-    assert layers == ("layers.0", "blocks[1].up")
-    np.testing.assert_array_equal(amaxes, [[1.0, 1024.0, 2.0**30], [np.nan, 2048.0, 2.0**31]])
-    figure = plots.statistics_heatmaps(log, "input", ["amax", "underflow"])
+def test_heatmaps_hold_the_numbers():
+    amaxes = [[1.0, 1024.0, 2.0**30], [np.nan, 2048.0, 2.0**31]]
+    figure = plots.statistics_heatmaps(list(map(flat, (0, 10, 30))), [0, 10, 30], statistics=["amax", "underflow"])
     amax, underflow = (axes.collections[0] for axes in figure.axes[:2])
     drawn = np.ma.filled(amax.get_array().reshape(2, 3), np.nan)
     np.testing.assert_array_equal(drawn, amaxes)
     assert (amax.norm.vmin, amax.norm.vmax) == (1.0, 2.0**31)
     np.testing.assert_allclose(underflow.get_array().reshape(2, 3)[0], [0.0, 10.0, 30.0])
-    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == list(layers)
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["layers.0", "blocks[1].up"]
     # The first layer is on top, and columns begin half way between steps.
     assert figure.axes[0].get_ylim() == (2.0, 0.0)
     assert amax.get_coordinates()[0, :, 0].tolist() == [-5.0, 5.0, 20.0, 40.0]
@@ -121,7 +117,7 @@ def test_heatmaps_hold_the_log():
 
 def test_lighter_is_larger():
     """Read in grey: the luminance of the colours rises with the value."""
-    figure = plots.statistics_heatmaps(StatisticsLog.of([flat(1)]), "input", ["amax"])
+    figure = plots.statistics_heatmaps([flat(1)], statistics=["amax"])
     colors = figure.axes[0].collections[0].cmap(np.linspace(0.0, 1.0, 64))[:, :3]
     assert (np.diff(colors @ [0.2126, 0.7152, 0.0722]) > 0.0).all()
 
@@ -129,17 +125,17 @@ def test_lighter_is_larger():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: StatisticsLog.of([]), "0 entries"),
+        (lambda: plots.statistics_heatmaps([]), "0 entries"),
         # Without the check of annotations that tests add.
-        (lambda: inspect.unwrap(StatisticsLog.of)([7.0]), "measured has a float for step 0, not a dict of numbers"),
-        (lambda: StatisticsLog.of([flat(0), flat(1)], [1, 1]), "is not increasing"),
-        (lambda: StatisticsLog.of([{"a": np.ones(3)}]), r"'a' of step 0 has shape \(3,\)"),
-        (lambda: StatisticsLog.of([flat(0)]).table("amx"), r"statistic='amx' .* \['amax', 'underflow'\]"),
-        (lambda: StatisticsLog.of([flat(0)]).table("amax", "bias"), "operand='bias'"),
-        (lambda: plots.statistics_heatmaps(StatisticsLog.of([flat(0)]), "input", []), "statistics is empty"),
+        (lambda: inspect.unwrap(plots.statistics_heatmaps)([7.0]), "measured has a float, not a dict of numbers"),
+        (lambda: plots.statistics_heatmaps([flat(0), flat(1)], [1, 1]), "is not increasing"),
+        (lambda: plots.statistics_heatmaps([{"a": np.ones(3)}]), r"'a' has shape \(3,\)"),
+        (lambda: plots.statistics_heatmaps([flat(0)], statistics=["amx"]), r"'amx' .* \['amax', 'underflow'\]"),
+        (lambda: plots.statistics_heatmaps([flat(0)], operand="bias"), "operand='bias'"),
+        (lambda: plots.statistics_heatmaps([flat(0)], statistics=[]), "statistics is empty"),
     ],
 )
-def test_logs_that_are_wrong(make, message):
+def test_what_is_no_measurement(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -23,7 +23,6 @@ from haliax_fp8.statistics import (
     LayerComparison,
     Problem,
     Remedy,
-    StatisticsLog,
 )
 from haliax_fp8.statistics.finding import Words
 
@@ -148,10 +147,6 @@ def finding():
     return Finding(*what, remedy=Remedy.NONE, seen=seen, limits={"underflow": 0.05}, words=words)
 
 
-def log():
-    return StatisticsLog.of([{"a": 1.0}, {"a": 2.0}], steps=[0, 100])
-
-
 def step():
     return RESULTS["preflight"][0]().step
 
@@ -164,7 +159,6 @@ PARTS = {
     "a layer's errors": (layer_comparison, ["plain one (the worst of a stack)", "SQNR", "fprop", "kernel_grad"]),
     "errors": (distance, ["relative error 10.00%, SQNR 20.0 dB, largest 25.00%, 1 - cos 5.0e-01"]),
     "a finding": (finding, ["layers[3], output_grad: underflow", "seen amax 5.7e-05", "zero (heuristic)", "remedy"]),
-    "a log": (log, ["1 numbers of 2 steps, 0 to 100"]),
     "mismatch": (
         lambda: log_probability_mismatch(jnp.zeros(3), jnp.ones(3)),
         ["3 tokens: mean 1, largest 1, k1 1, k3 0.368, ratio 2.72"],

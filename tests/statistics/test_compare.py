@@ -82,7 +82,7 @@ def test_of_every_layer_alone_and_accumulated():
     assert max(map(len, text.splitlines())) <= 80 and "kernel's" in text
     assert text.count("layers") == 2, "once in each table"
     errors = [float(layer.wgrad.relative_error) for _, layer in found.each()]
-    assert found.worst(1).layers[0][0] == f"layers.{int(np.argmax(errors))}" or max(errors) < 0.05
+    assert found.worst(1).paths[0] == f"layers.{int(np.argmax(errors))}" or max(errors) < 0.05
 
 
 @pytest.mark.more
