@@ -51,7 +51,7 @@ def test_e2m1_has_the_values_of_ml_dtypes():
     np.testing.assert_array_equal(values, np.concatenate([E2M1_VALUES, -E2M1_VALUES]))
     format = E2M1
     assert (format.max, format.smallest_normal, format.smallest_subnormal) == (6.0, 1.0, 0.5)
-    assert (format.exponent_bits, format.mantissa_bits) == (2, 1)
+    assert format.mantissa_bits == 1
     # The container holds them all.
     np.testing.assert_array_equal(values.astype(format.storage).astype(np.float64), values)
 

@@ -1,5 +1,6 @@
 """Inside `shard_map`, products have the scales that the whole tensors have; and it can be inside a gradient."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -17,7 +18,7 @@ from transformations import with_custom_vjp
 
 import haliax_fp8 as fp8
 from haliax_fp8.experimental.attention import Fp8Attention
-from haliax_fp8.recipes import CurrentScaling, NVFP4Scaling, Recipe
+from haliax_fp8.recipes import E2M1, CurrentScaling, NVFP4Scaling, Recipe
 
 
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -68,6 +69,16 @@ def test_per_device_needs_no_communication(scaling, per_device):
     model, x, mesh = problem(Recipe.of(scaling(per_device=per_device)))
     out = jax.shard_map(lambda x: model[0](x, model[1], NUMBERS), mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
     assert ("all_reduce" in jax.jit(out).lower(x).as_text()) != per_device
+
+
+def test_rows_apart_need_no_communication_and_are_those_of_one_device():
+    recipe = Recipe.of(NVFP4Scaling(per_row=True), forward=E2M1)
+    # All devices have the same kernel.
+    kernel = dataclasses.replace(recipe.kernel, scaling=NVFP4Scaling(square=True, per_device=True))
+    model, x, mesh = problem(dataclasses.replace(recipe, kernel=kernel))
+    out = jax.shard_map(lambda x: model[0](x, model[1], NUMBERS), mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
+    assert "all_reduce" not in jax.jit(out).lower(x).as_text()
+    np.testing.assert_array_equal(jax.jit(out)(x), jax.jit(lambda x: model[0](x, model[1], NUMBERS))(x))
 
 
 def maxima_over_devices(function, *args):
