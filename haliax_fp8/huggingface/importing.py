@@ -23,7 +23,7 @@ from .._tensor_names import JOINED
 from ..folders.beside import EMBEDDING, HEAD, TIED
 from ..folders.checked import Checked, Fault
 from ..folders.folder import TensorFolder, require_folder_name
-from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES, Inputs
+from ..folders.layout import CACHE_SCALES, INPUT_BOUND, SCALES, Layout
 from ..folders.scaled_matrix import ScaledMatrix
 from ..folders.tensors import Tensor, Values, tensors_in, with_each_expert
 from ..folders.whole_folder import faults_of_folder
@@ -127,25 +127,13 @@ def _imported[M](
     *,
     strict: bool = True,
 ) -> M:
-    checked = Checked.of(folder)
-    outputs = functools.cache(
-        lambda: {
-            name_map.to_checkpoint(tensor.name): tensor.shape[0] for tensor in tensors_of(model, rules) if tensor.shape
-        }
-    )
-    is_tied = bool(folder.config.get(TIED))
-    misfits = [fault for fault in faults_of_folder(checked) if fault.is_error]
-    for fault in misfits:
-        if fault.tensor not in folder.tensors:
-            raise fault.error
-    tensors = with_each_expert(tensors_in(folder))
     with progress_of("reading", sum(stored.bytes for stored in folder.tensors.values()), progress) as advance:
-        checkpoint = _Checkpoint(tensors, name_map, outputs, is_tied, set(), checked, misfits, advance, remedies)
+        checkpoint = checkpoint_of(folder, model, name_map, rules, advance, remedies)
         # Names are known before anything is read.
         needed = {checkpoint.source(each.name) for each in tensors_of(model, rules) if _is_floating(each)}
         if strict:
             # What scales belong to shows when weights are read.
-            scales = {name for name in checked.tensors if "scale" in name.rpartition(".")[2]}
+            scales = {name for name in checkpoint.checked.tensors if "scale" in name.rpartition(".")[2]}
             shared = {name_map.to_checkpoint(tensor.name) for tensor in tensors_of(without_sharing(model), rules)}
             checkpoint.refuse_unused(needed | shared | scales)
         load = lambda site: _loaded(site, checkpoint, weights, constructors)
@@ -160,6 +148,33 @@ def _imported[M](
             "makes, or take weights='dequantized'"
         )
     return unstacked(loaded) if weights is Weights.SERVED else loaded
+
+
+def checkpoint_of(
+    folder: TensorFolder,
+    model: Any,
+    names: NameMap,
+    rules: tuple[LayerRule, ...],
+    advance: Callable[[str, int], None],
+    remedies: "_Remedies | None" = None,
+) -> "_Checkpoint":
+    """The tensors of a folder by a model's names; none is read yet.
+
+    Raises:
+        ValueError: If the configuration has an error.
+    """
+    checked = Checked.of(folder)
+    outputs = functools.cache(
+        lambda: {
+            names.to_checkpoint(tensor.name): tensor.shape[0] for tensor in tensors_of(model, rules) if tensor.shape
+        }
+    )
+    misfits = [fault for fault in faults_of_folder(checked) if fault.is_error]
+    for fault in misfits:
+        if fault.tensor not in folder.tensors:
+            raise fault.error
+    tensors, is_tied = with_each_expert(tensors_in(folder)), bool(folder.config.get(TIED))
+    return _Checkpoint(tensors, names, outputs, is_tied, set(), checked, misfits, advance, remedies or _OF_IMPORT)
 
 
 def load(
@@ -253,7 +268,7 @@ def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, constructor
         plain_layer = site.rule.with_op(_with(layer, changes), None)
         if weights is Weights.FROZEN:
             return frozen_layer(plain_layer, leaf, matrices, constructors)
-        inputs = {checkpoint.inputs(name) for name, _ in leaf.tensors()}
+        inputs = {layout and layout.inputs for layout in (checkpoint.layout(name) for name, _ in leaf.tensors())}
         if len(inputs) > 1:
             ways = " and ".join(sorted(map(str, inputs)))
             raise ValueError(
@@ -423,17 +438,13 @@ class _Checkpoint:
         near = ", ".join(nearest(wanted, list(self.tensors), 3)) or "none"
         raise ValueError(f"the checkpoint has no {wanted}; the nearest are {near}. {self.remedies.of_missing}")
 
-    def inputs(self, name: str) -> Inputs | None:
-        """How the inputs of a layer that was read are quantized.
+    def layout(self, name: str) -> Layout | None:
+        """How a layer is quantized; None if it is not.
 
         Args:
             name: Its weight's name in the model.
         """
-        wanted = self.names.to_checkpoint(name)
-        layer, _, field = wanted.rpartition(".")
-        parent, _, last = layer.rpartition(".")
-        tensor = self.tensors.get(wanted) or self.tensors[f"{self._fused(parent, last, field)}.{field}"]
-        return None if tensor.layout is None else tensor.layout.inputs
+        return self.tensors[self.source(name)].layout
 
     def refuse_unused(self, read: Collection[str]) -> None:
         """Raises a ValueError if nothing reads a tensor of the checkpoint.

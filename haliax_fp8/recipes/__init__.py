@@ -30,6 +30,7 @@ from .scaling import (
     CastCost as CastCost,
     CurrentScaling as CurrentScaling,
     DelayedScaling as DelayedScaling,
+    FolderScaling as FolderScaling,
     HadamardScaling as HadamardScaling,
     HighPrecision as HighPrecision,
     MaxOfHistory as MaxOfHistory,
