@@ -428,7 +428,7 @@ def _quantized(
     """
     block = layout.block((tensor.shape[0], tensor.shape[1]))
     values = tensor.read()
-    if how.training_scales and _has_folder_scales(tensor, layout):
+    if isinstance(values, np.ndarray) and how.training_scales and _has_folder_scales(tensor, layout):
         made = _as_in_folder(tensor, values)
         values = made if spread(made, block) is not None else values
     if isinstance(values, ScaledMatrix):

@@ -20,7 +20,7 @@ from ..layers.config import Fp8Config, default_rules
 from ..layers.kernel import axes_of
 from ..layers.quantized_kernels import named_behind
 from ..layers.rule import LayerRule
-from ..layers.walk import find_layers
+from ..layers.walk import Pattern, find_layers
 from ..recipes.catalog import by_name
 from ..recipes.recipe import Quantization, Recipe
 from ..recipes.scaling import AbstractScaling, FolderScales, FolderScaling, NVFP4Scaling, StaticScaling
@@ -43,11 +43,11 @@ def fp8_config_of(
     """The quantizer of a published folder, as a configuration that trains with it.
 
     `out = dot(q(input), q(kernel))`, where `q` has the formats, blocks and rule of scales of the folder, each a
-    `FolderScaling`. Gradients are those of the named recipe that is nearest: `"current"` for scales of tensors, `"rowwise"` of
+    `FolderScaling`. Gradients are those of the nearest named recipe: `"current"` for scales of tensors, `"rowwise"` of
     channels, `"deepseek"` of blocks, `"mxfp8"` or `"nvfp4"`. Layers that the folder left alone stay as they are.
 
-    Dynamic inputs have float32 scales, or powers of two where weights do; static ones the folder's scale, which
-    `with_folder_scales` sets. The inputs of NVFP4 have a scale of the tensor from each batch, `NVFP4Scaling()`.
+    Dynamic inputs have scales in float32, or powers of two where weights do; static ones the folder's scale, which
+    `with_folder_scales` sets. In NVFP4 the scale of an input tensor is that of each batch, `NVFP4Scaling()`.
 
     Args:
         directory: The folder.
@@ -85,7 +85,7 @@ def fp8_config_of(
         )
     exactly = lambda path: re.compile(re.escape(path))
     first, *_ = recipes.values()
-    others = {exactly(path): recipe for path, recipe in recipes.items() if recipe != first}
+    others: dict[Pattern, Recipe] = {exactly(path): recipe for path, recipe in recipes.items() if recipe != first}
     return Fp8Config([exactly(path) for path in recipes], recipe=first, overrides=others, rules=rules)
 
 
@@ -170,7 +170,7 @@ def _recipe(place: str, layout: Layout, matrices: Matrices, scale_dtypes: set[st
         what = "in high precision" if inputs is None else f"clipped at {inputs.bound:g}"
         raise ValueError(
             f"{place} has inputs {what} in the folder, and no recipe multiplies them by kernels in "
-            f"{layout.format.name}; import it with weights='frozen' and train adapters, or train it with a recipe by name"
+            f"{layout.format.name}; import it with weights='frozen' and train adapters, or use a recipe by name"
         )
     if first.unit is not None and not first.unit.divides:
         raise ValueError(
