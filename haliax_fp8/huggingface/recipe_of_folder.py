@@ -13,7 +13,7 @@ import numpy as np
 from .._numerics.formats import E2M1
 from .._state.op_state import OpState
 from ..folders.folder import TensorFolder, require_folder_name
-from ..folders.layout import Layout
+from ..folders.layout import COMPRESSED, Layout
 from ..folders.scaled_matrix import ScaledMatrix, are_exponents
 from ..layers.checks import require_layers
 from ..layers.config import Fp8Config, default_rules
@@ -184,18 +184,17 @@ def _recipe(place: str, layout: Layout, matrices: Matrices, scale_dtypes: set[st
     rule = _rule(layout, matrices, scale_dtypes)
     block: Any = tuple(0 if b >= n else b for b, n in zip(first.block, first.shape, strict=True))
     kernel = FolderScaling(block if layout.size is None else layout.size, rule)
-    exponents = "e8m0_up" if rule.startswith("e8m0") else "float32"
+    of_inputs: Any = rule if rule.startswith("e8m0") else "float32"
     of_input: AbstractScaling
     match inputs.strategy:
         case "tensor":
-            of_input = FolderScaling((0, 0), exponents) if inputs.dynamic else StaticScaling()
+            of_input = FolderScaling((0, 0), of_inputs) if inputs.dynamic else StaticScaling()
         case "token":
-            of_input = FolderScaling((1, 0), exponents)
+            of_input = FolderScaling((1, 0), of_inputs)
         case _ if layout.has_units:
             of_input = NVFP4Scaling()
         case _:
-            rounded = "e8m0_nearest" if exponents == "e8m0_up" and inputs.format is E2M1 else exponents
-            of_input = FolderScaling((1, inputs.size), rounded)
+            of_input = FolderScaling((1, inputs.size), of_inputs)
     by_strategy = {"tensor": "current", "channel": "rowwise", "block": "deepseek"}
     nearest = by_name("nvfp4" if layout.has_units else by_strategy.get(layout.strategy, "mxfp8"))
     return Recipe(
@@ -213,7 +212,8 @@ def _rule(layout: Layout, matrices: Matrices, scale_dtypes: set[str]) -> Any:
     if layout.has_units:
         return "two_levels"
     if all(are_exponents(matrix.scale) for _, matrix in matrices) and (layout.exponents or layout.strategy == "block"):
-        return f"e8m0_{layout.exponent_rounding or 'up'}"
+        # compressed-tensors has this rule for both formats; for E4M3 it differs where an amax is 448 times a power of two.
+        return "e8m0_nearest" if layout.method == COMPRESSED or layout.format is E2M1 else "e8m0_up"
     if scale_dtypes == {"BF16"}:
         return "bfloat16"
     words = [np.ascontiguousarray(matrix.scale, np.float32).view(np.uint32) for _, matrix in matrices]
