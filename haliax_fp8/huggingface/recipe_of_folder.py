@@ -1,6 +1,7 @@
 """The quantizer of a published folder as a configuration for training, and its scales in the converted model."""
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -75,10 +76,12 @@ def fp8_config_of(
     """
     paths = {id(layer): path for path, (layer, _) in find_layers(model, rules).items()}
     recipes: dict[str, Recipe] = {}
-    for site, _, matrices, layout, scale_dtypes in _quantized(directory, model, names, rules, follow_links):
+    for site, leaf, matrices, layout, scale_dtypes in _quantized(directory, model, names, rules, follow_links):
         if site.op is not None:
             raise ValueError(f"{site.place} trains in FP8 already; give fp8_config_of the model before its conversion")
-        recipes[paths[id(site.node)]] = _recipe(str(site.place), layout, matrices, scale_dtypes)
+        recipe = _recipe(str(site.place), layout, matrices, scale_dtypes)
+        _require_blocks_fit(site, leaf, recipe.kernel.scaling)
+        recipes[paths[id(site.node)]] = recipe
     if not recipes:
         raise ValueError(
             f"no layer of the model is quantized in {os.fspath(directory)}: train it with a recipe by name"
@@ -207,12 +210,27 @@ def _recipe(place: str, layout: Layout, matrices: Matrices, scale_dtypes: set[st
     )
 
 
+def _require_blocks_fit(site: Site, leaf: Leaf, scaling: AbstractScaling) -> None:
+    """Raises a ValueError if blocks of a folder are none of the layer's weight, whose axes are not two."""
+    assert isinstance(scaling, FolderScaling)
+    if site.kernel.Experts is not None and not 0 < scaling.block[0] <= leaf.shape[0]:
+        raise ValueError(
+            f"the experts of {site.place} have a scale each in the folder, and no recipe has these; exclude this "
+            "layer, or convert the folder to FP8_DYNAMIC"
+        )
+    outputs = next(n for n in range(len(leaf.split) + 1) if math.prod(leaf.split[:n]) == leaf.shape[0])
+    try:
+        scaling.sides(leaf.split[:outputs], 0), scaling.sides(leaf.split[outputs:], 1)
+    except ValueError as error:
+        raise ValueError(f"{site.place}: {error}") from None
+
+
 def _rule(layout: Layout, matrices: Matrices, scale_dtypes: set[str]) -> Any:
     """How a folder's quantizer rounded scales: configurations do not say it, the scales do."""
     if layout.has_units:
         return "two_levels"
     if all(are_exponents(matrix.scale) for _, matrix in matrices) and (layout.exponents or layout.strategy == "block"):
-        # compressed-tensors has this rule for both formats; for E4M3 it differs where an amax is 448 times a power of two.
+        # compressed-tensors has it for both formats. In E4M3 it differs for an amax of 448 times a power of two alone.
         return "e8m0_nearest" if layout.method == COMPRESSED or layout.format is E2M1 else "e8m0_up"
     if scale_dtypes == {"BF16"}:
         return "bfloat16"

@@ -36,7 +36,6 @@ def main(file: str) -> None:
         args, unit = scheme.weights, None
         if args.strategy == "tensor_group":
             unit = generate_gparam(weight.amin(), weight.amax())
-            found[f"{preset}/divisor"] = unit.numpy()
         amax = amaxes(weight, args)
         scale, zero = calculate_qparams(-amax, amax, args, global_scale=unit)
         codes = quantize(weight, scale, zero, args, global_scale=unit)
@@ -47,7 +46,7 @@ def main(file: str) -> None:
             scale, zero = compute_dynamic_scales_and_zp(inputs[None], of_input, torch.nn.Linear(1, 1))
             found[f"{preset}/input"] = quantize(inputs[None], scale, zero, of_input)[0].float().numpy()
             found[f"{preset}/input_scale"] = scale.float().numpy()
-    np.savez(file, weight=weight.numpy(), inputs=inputs.numpy(), **found)
+    np.savez(file, weight=weight.numpy(), input=inputs.numpy(), **found)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import ClassVar, Literal, get_args
 
 import equinox as eqx
@@ -99,7 +100,7 @@ class FolderScaling(AbstractScaling):
         """Quantizes with the amax of each block, or the scale that the folder has."""
         free = [axis for axis in range(use.ensemble, x.ndim) if axis not in use.contracted]
         axes = (*free, *use.contracted)
-        sides = [self._sides([x.shape[axis] for axis in part], n) for part, n in ((free, 0), (use.contracted, 1))]
+        sides = [self.sides([x.shape[axis] for axis in part], n) for part, n in ((free, 0), (use.contracted, 1))]
         by_axis = dict(zip(axes, (*sides[0], *sides[1]), strict=True))
         block = tuple(by_axis.get(axis, 1) for axis in range(x.ndim))
         amax = blockwise_amax(use.counted(x), block)
@@ -127,18 +128,25 @@ class FolderScaling(AbstractScaling):
         unit = None if divisor is None else lax.div(np.float32(1.0), divisor)
         return QuantizedArray(use.cast(_divided(x, scale, block)), scale, block, scale_bits=bits, tensor_scale=unit)
 
-    def _sides(self, sizes: list[int], which: int) -> list[int]:
-        """The elements of a block along each axis of a matrix's rows or columns."""
-        rest, sides = self.block[which] or math.prod(sizes), []
+    def sides(self, sizes: Sequence[int], which: int) -> tuple[int, ...]:
+        """The elements of a block along each of the axes that are one axis of the matrix.
+
+        Args:
+            sizes: The sizes of these axes.
+            which: 0 for its outputs, 1 for its inputs.
+
+        Raises:
+            ValueError: If blocks lie across them.
+        """
+        rest, sides = min(self.block[which] or math.prod(sizes), math.prod(sizes)), ()
         for i, size in reversed(list(enumerate(sizes))):
             side = min(rest, size)
             if i and max(rest, size) % side:
                 raise ValueError(
-                    f"the axes {tuple(sizes)} of a kernel are one axis in the folder, where a block has "
-                    f"{self.block[which]} elements of it, which lie across them: exclude this layer, or build the "
-                    "model with these axes as one"
+                    f"the axes {tuple(sizes)} of a kernel are one axis in the folder, and blocks of {self.block[which]} "
+                    "lie across them: exclude this layer, or build the model with these axes as one"
                 )
-            rest, sides = -(-rest // side), [side, *sides]
+            rest, sides = -(-rest // side), (side, *sides)
         return sides
 
     def _scale(self, amax: Array, divisor: Array | None, format: Format) -> Float32[Array, "*blocks"]:
