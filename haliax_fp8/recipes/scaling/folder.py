@@ -144,7 +144,8 @@ class FolderScaling(AbstractScaling):
             if i and max(rest, size) % side:
                 raise ValueError(
                     f"the axes {tuple(sizes)} of a kernel are one axis in the folder, and blocks of "
-                    f"{self.block[which]} lie across them: exclude this layer, or build the model with these axes as one"
+                    f"{self.block[which]} lie across them: exclude this layer, or build the model with "
+                    "these axes as one"
                 )
             rest, sides = -(-rest // side), (side, *sides)
         return sides
