@@ -220,7 +220,8 @@ def _require_blocks_fit(site: Site, leaf: Leaf, scaling: AbstractScaling) -> Non
         )
     outputs = next(n for n in range(len(leaf.split) + 1) if math.prod(leaf.split[:n]) == leaf.shape[0])
     try:
-        scaling.sides(leaf.split[:outputs], 0), scaling.sides(leaf.split[outputs:], 1)
+        for which, sizes in enumerate((leaf.split[:outputs], leaf.split[outputs:])):
+            scaling.sides(sizes, which)
     except ValueError as error:
         raise ValueError(f"{site.place}: {error}") from None
 
