@@ -256,6 +256,8 @@ class Recipe:
     @property
     def scale_rounding(self) -> str:
         """How scales of whole tensors are rounded where they multiply; empty if the recipe has none."""
+        if self.kernel.scaling.exact_scales:
+            return ""
         if not any(scaling.stores_scale or scaling.rounds_scale for scaling in self.scalings):
             return ""
         kernel = SCALE_BITS["kernel"]
