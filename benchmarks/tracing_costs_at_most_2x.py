@@ -20,7 +20,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from lib import models, output
+from lib import models as lib_models, output
 from lib.libraries import LIBRARIES
 from rich.progress import Progress
 
@@ -60,9 +60,9 @@ def llama(config: TransformerConfig) -> tuple[Any, Callable[..., Any], Any]:
 
 def blocks_alone() -> tuple[Any, Callable[..., Any], Any]:
     """Four blocks without attention, embedding and head: little but linear layers."""
-    sizes = models.Sizes(dataclasses.replace(models.TINY.llama, layers=4), tokens=LENGTH)
-    stack = models.llama(stacked=False)
-    return stack.model(sizes), models.loss, stack.batch(sizes)
+    sizes = lib_models.Sizes(dataclasses.replace(lib_models.TINY.llama, layers=4), tokens=LENGTH)
+    stack = lib_models.llama(stacked=False)
+    return stack.model(sizes), lib_models.loss, stack.batch(sizes)
 
 
 def nested_vmap() -> tuple[Any, Callable[..., Any], Any]:

@@ -105,10 +105,12 @@ def test_members_multiply_as_one_product_does(members, bits, on_cuda):
     arrays = [data(i, 4, *shape) for i, shape in enumerate(shapes)]
 
     def product(*arrays):
-        pair = (QuantizedArray(x, scale[:, None, None], scale_bits=bits) for x, scale in zip(arrays, scales, strict=True))
-        return scaled_dot_general(*pair, dims, lax.Precision.HIGHEST, BFLOAT16, None)
+        pair = (
+            QuantizedArray(x, scale[:, None, None], scale_bits=bits) for x, scale in zip(arrays, scales, strict=True)
+        )
+        return scaled_dot_general(a, b, dims, lax.Precision.HIGHEST, BFLOAT16, None)
 
-    expected = exact(*arrays, np.multiply(*np.broadcast_arrays(*map(np.asarray, scales))))
+    expected = exact(arrays[0], arrays[1], np.multiply(*np.broadcast_arrays(*map(np.asarray, scales))))
     np.testing.assert_array_equal(jax.jit(product)(*arrays), expected.astype(ml_dtypes.bfloat16))
     text = jax.jit(product).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r"dot_general.*-> tensor<\d+x\d+x\d+x(\w+)>", text) == [on_cuda]
