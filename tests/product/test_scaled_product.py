@@ -105,7 +105,7 @@ def test_members_multiply_as_one_product_does(members, bits, on_cuda):
     arrays = [data(i, 4, *shape) for i, shape in enumerate(shapes)]
 
     def product(*arrays):
-        pair = (
+        a, b = (
             QuantizedArray(x, scale[:, None, None], scale_bits=bits) for x, scale in zip(arrays, scales, strict=True)
         )
         return scaled_dot_general(a, b, dims, lax.Precision.HIGHEST, BFLOAT16, None)
@@ -121,9 +121,12 @@ def test_rows_with_a_scale_each_are_multiplied_in_float32():
     a, b = data(0, ROWS, SUMMED), data(1, SUMMED, COLUMNS)
     dims = DotDimensions.of((((1,), (0,)), ((), ())), a.shape, b.shape)
     scale = 2.0 ** jnp.arange(ROWS, dtype=jnp.float32)
-    pair = QuantizedArray(a, scale[:, None], scale_bits=1), QuantizedArray(b, jnp.ones((1, 1)), scale_bits=1)
-    out = scaled_dot_general(*pair, dims, lax.Precision.HIGHEST, BFLOAT16, None)
-    np.testing.assert_array_equal(out, (exact(a, b, np.float64(1)) * scale[:, None]).astype(ml_dtypes.bfloat16))
+    rows = QuantizedArray(a, scale[:, None], scale_bits=1)
+    columns = QuantizedArray(b, jnp.ones((1, 1)), scale_bits=1)
+    out = scaled_dot_general(rows, columns, dims, lax.Precision.HIGHEST, BFLOAT16, None)
+    np.testing.assert_array_equal(
+        out, (exact(a, b, np.float64(1)) * np.asarray(scale)[:, None]).astype(ml_dtypes.bfloat16)
+    )
 
 
 def test_an_axis_of_one_operand_makes_no_copies_of_the_other():
