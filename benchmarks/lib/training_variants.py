@@ -38,6 +38,7 @@ RECIPES = {
     "rowwise_wgrad_bf16": _variant("rowwise_wgrad_bf16"),
     "deepseek": _variant("deepseek"),
     "mxfp8": _variant("mxfp8"),
+    "mxfp8_square": _variant("mxfp8_square"),
     "mxfp4_mxfp8": _variant("mxfp4_mxfp8"),
     "static": _variant("static", calibrated=True),
     "nvfp4": _variant("nvfp4"),

@@ -49,6 +49,11 @@ def _mxfp4_mxfp8() -> Recipe:
     return dataclasses.replace(mxfp8, kernel=Quantization(E2M1, MXFP8Scaling()))
 
 
+def _mxfp8_square() -> Recipe:
+    """MXFP8 with kernels in square blocks, whose codes both products read: devices that share a kernel send it once."""
+    return dataclasses.replace(Recipe.of(MXFP8Scaling()), kernel=Quantization(E4M3, MXFP8Scaling(square=True)))
+
+
 named: dict[str, Recipe] = {
     "delayed": Recipe.of(DelayedScaling()),
     "current": Recipe.of(CurrentScaling()),
@@ -56,6 +61,7 @@ named: dict[str, Recipe] = {
     "rowwise_wgrad_bf16": _rowwise_wgrad_bf16(),
     "deepseek": Recipe.of(BlockScaling()),
     "mxfp8": Recipe.of(MXFP8Scaling()),
+    "mxfp8_square": _mxfp8_square(),
     "nvfp4": _nvfp4(),
     "mxfp4_mxfp8": _mxfp4_mxfp8(),
     "static": Recipe.of(StaticScaling()),
