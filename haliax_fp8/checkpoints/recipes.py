@@ -12,6 +12,7 @@ import numpy as np
 from .._op import Fp8DotGeneral
 from .._state.op_state import AbstractOp
 from ..layers.walk import path_string
+from ..recipes.recipe import Quantization
 from .names import states_of_optimizers, within
 
 
@@ -26,10 +27,12 @@ class Run:
     Args:
         recipes: The operands of each op, by the op's name; None if it does not say.
         microbatches: How many microbatches its steps had; None if it does not say.
+        phases: The phases that its optimizers' states were made for, in words; None if it does not say.
     """
 
     recipes: Mapping[str, Operands] | None = None
     microbatches: int | None = None
+    phases: list[str] | None = None
 
 
 def require_microbatches(value: Any, of: str) -> None:
@@ -68,7 +71,11 @@ def recipes_of(tree: Any) -> dict[str, Operands]:
 
 def _operands(op: AbstractOp) -> Operands:
     if isinstance(op, Fp8DotGeneral):
-        fields = [(field.name, getattr(op.recipe, field.name)) for field in dataclasses.fields(op.recipe)]
+        # The three operands that have a row of the table come first.
+        rows = op.recipe.state_of or op.recipe
+        fields = [(field.name, getattr(rows, field.name)) for field in dataclasses.fields(rows)]
+        if op.recipe.state_of is not None:
+            fields += [(f"{operand}_for_{product}", used) for (operand, product), used in op.recipe.uses.items()]
         return {
             name: {
                 "format": quantization.format.name,
@@ -77,7 +84,7 @@ def _operands(op: AbstractOp) -> Operands:
                 "rounding": quantization.rounding.value,
             }
             for name, quantization in fields
-            if quantization is not None
+            if isinstance(quantization, Quantization)
         }
     if op.state is None:
         return {}
