@@ -75,7 +75,8 @@ def _operands(op: AbstractOp) -> Operands:
         rows = op.recipe.state_of or op.recipe
         fields = [(field.name, getattr(rows, field.name)) for field in dataclasses.fields(rows)]
         if op.recipe.state_of is not None:
-            fields += [(f"{operand}_for_{product}", used) for (operand, product), used in op.recipe.uses.items()]
+            uses = op.recipe.uses.items()
+            fields += [(f"{operand}_for_{x}", used) for (operand, x), used in uses if used != rows.uses[operand, x]]
         return {
             name: {
                 "format": quantization.format.name,

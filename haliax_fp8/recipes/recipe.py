@@ -314,8 +314,13 @@ class Recipe:
         second = {use: first[name] for name, use in _SECOND_USES.items() if getattr(self, use) == getattr(self, name)}
         if self.state_of is None:
             return dataclasses.replace(self, **first, **second)
-        # And one that takes its scale from the state goes on to do so.
-        rows = self.state_of.measured
+        # The state's rows measure operands in the formats that they have here.
+        rows = Recipe(
+            *(
+                dataclasses.replace(row, scaling=MeasuredScaling(row.scaling, operand.format))
+                for row, operand in zip(self.state_of.operands, self.operands, strict=True)
+            )
+        )
         of_state = {
             use: getattr(rows, name)
             for name, use in _SECOND_USES.items()
