@@ -250,8 +250,9 @@ def demo_step(
     config: Fp8Config | None,
     devices: int = 1,
     fused_attention: bool = False,
+    optimizer: Callable[[Transformer], optax.GradientTransformation] = lambda model: optax.adamw(1e-4),
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A training step with AdamW, float32 master weights and bf16 activations, and its abstract arguments.
+    """A training step with float32 master weights and bf16 activations, and its abstract arguments.
 
     On several devices the batch is divided among them, and so are weights and moments, along the width of the residual
     stream (FSDP): each device gathers a layer's kernel when it needs it.
@@ -265,6 +266,7 @@ def demo_step(
         config: How to convert; None leaves the model in bf16.
         devices: The size of the mesh axis `devices`.
         fused_attention: Whether attention is cuDNN's, which keeps no scores in memory: for NVIDIA GPUs.
+        optimizer: Makes the optimizer for the model; AdamW by default.
 
     Raises:
         ValueError: If the numbers do not fit together, or the configuration does not fit the model.
@@ -282,7 +284,7 @@ def demo_step(
     model = eqx.filter_eval_shape(lambda: Transformer.init(shape, key=jax.random.key(0)))
     model = model if config is None else fp8_linear_layers(model, config)
     loss = partial(bfloat16_loss, at_once=LOSS_TOKENS * devices)
-    train = TrainStep(loss, optax.adamw(1e-4), donate=True)
+    train = TrainStep(loss, optimizer(model), donate=True)
     Batch = (Axis("batch", tokens // length), Axis("position", length))
     batch = eqx.filter_eval_shape(lambda: hax.zeros(Batch, jnp.int32))
     # Of the key, recipes that do not round at random make nothing.

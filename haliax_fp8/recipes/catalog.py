@@ -130,7 +130,8 @@ def by_name(name: str) -> Recipe:
         hint = f"the nearest are {listed(near)}; " if near else ""
         raise ValueError(
             f"recipe={name!r} is unknown; {hint}all are {listed(named)}, and by other libraries' names "
-            f"{listed(aliases)}; with {_FORWARD_ONLY!r} at its end, the backward pass is in high precision, and with {_BACKWARD_ONLY!r} the forward pass"
+            f"{listed(aliases)}; with {_FORWARD_ONLY!r} at its end, the backward pass is in high precision, and with "
+            f"{_BACKWARD_ONLY!r} the forward pass"
         )
     if not suffix:
         return recipe

@@ -302,9 +302,7 @@ class _Ops(NamedTuple):
 
 
 @functools.lru_cache
-def _checked_ops(
-    structure: Any, phases: tuple[Phase, ...], phase: Phase | None, rules: tuple[LayerRule, ...]
-) -> _Ops:
+def _checked_ops(structure: Any, phases: tuple[Phase, ...], phase: Phase | None, rules: tuple[LayerRule, ...]) -> _Ops:
     """The ops of a model, from the structure of `(model, opt_state)`. Only the first step of a phase looks for them.
 
     Raises:

@@ -215,14 +215,18 @@ def test_backward_only_keeps_and_loads_the_state_of_its_recipe(tmp_path):
     # Calibration and statistics take it as they take the recipe.
     calibrated = [step.calibrate(fp8.fp8_linear_layers(PLAIN, recipe=x), X) for x in (recipe, recipe.backward_only())]
     assert_same(*map(jax.tree.leaves, calibrated))
-    assert fp8.quantization_statistics(loaded, loss_fn, X)["layers.0"].output_grad.saturation == 0.0
+    measured = fp8.quantization_statistics(loaded, loss_fn, X)["layers.0"]
+    assert float(measured.error[0]) == 0.0 < float(measured.error[2])
     assert "6 products in FP8, 3 in high precision" in fp8.describe(loaded).summary
 
 
 def test_a_state_is_that_of_the_scalings_that_read_it():
     delayed, rowwise = fp8.Recipe.of(fp8.DelayedScaling()), by_name("rowwise")
     assert rowwise.with_state_of(delayed).scalings == delayed.scalings and delayed.with_state_of(delayed) is delayed
-    assert rowwise.backward_only().state_of is None and delayed.backward_only().backward_only().scalings == delayed.scalings
+    assert (
+        rowwise.backward_only().state_of is None
+        and delayed.backward_only().backward_only().scalings == delayed.scalings
+    )
     for other in (fp8.DelayedScaling(margin=1), fp8.DelayedScaling(8)):
         with pytest.raises(ValueError, match="takes its scale from a state.*stateless scaling"):
             fp8.Recipe.of(other).with_state_of(delayed)

@@ -159,7 +159,11 @@ def test_in_scans_with_microbatches_on_devices_that_divide_the_weights(quantizat
 
     batch = jax.device_put(ROWS, NamedSharding(mesh, PartitionSpec("data")))
     with jax.set_mesh(mesh):
-        for phase, alone in ((Phase(0, None), None), (Phase(0), "delayed"), (Phase(0, "rowwise_bprop"), "rowwise_bprop")):
+        for phase, alone in (
+            (Phase(0, None), None),
+            (Phase(0), "delayed"),
+            (Phase(0, "rowwise_bprop"), "rowwise_bprop"),
+        ):
             step, plain = make(phases=[phase]), make()
             model = divided(stacked())
             theirs = divided(stacked(recipe=alone or "delayed"))
