@@ -301,8 +301,8 @@ def _divided[T](tree: T, mesh: AbstractMesh) -> T:
     """Abstract arrays with shardings: over their batch axis, or along the residual stream; the rest on every device."""
 
     def divide(node: Any) -> Any:
-        # Of a random key, the optimizer has none.
-        if not isinstance(node, NamedArray) or node.array is None:
+        # Of a random key, the optimizer has none, and Muon has a node of Optax's for what it leaves to Adam.
+        if not isinstance(node, NamedArray) or not hasattr(node.array, "shape"):
             return node
         spec = PartitionSpec(*("devices" if axis.name in ("batch", "hidden") else None for axis in node.axes))
         array = jax.ShapeDtypeStruct(node.array.shape, node.array.dtype, sharding=NamedSharding(mesh, spec))

@@ -111,9 +111,9 @@ def describe(
         rows = [dataclasses.replace(row, unrecorded=()) for row in rows]
     others = tuple(_arrays_outside(model, config_in_use.rules))
     head = _head(rows, decisions) if all_ops(model) else ""
-    phases = () if step is None else step.phases
+    phases, rules = ((), ()) if step is None else (step.phases, step.rules)
     plan = [
-        f"From step {phase.start}: {describe(phase.applied(model, step.rules), config=config, device=device).summary}"
+        f"From step {phase.start}: {describe(phase.applied(model, rules), config=config, device=device).summary}"
         for phase in phases
     ]
     return ModelDescription(tuple(rows), named, predict, others, head, tuple(plan))

@@ -315,12 +315,11 @@ class Recipe:
         if self.state_of is None:
             return dataclasses.replace(self, **first, **second)
         # The state's rows measure operands in the formats that they have here.
-        rows = Recipe(
-            *(
-                dataclasses.replace(row, scaling=MeasuredScaling(row.scaling, operand.format))
-                for row, operand in zip(self.state_of.operands, self.operands, strict=True)
-            )
+        input, kernel, output_grad = (
+            dataclasses.replace(row, scaling=MeasuredScaling(row.scaling, operand.format))
+            for row, operand in zip(self.state_of.operands, self.operands, strict=True)
         )
+        rows = Recipe(input, kernel, output_grad)
         of_state = {
             use: getattr(rows, name)
             for name, use in _SECOND_USES.items()
@@ -389,9 +388,10 @@ class Recipe:
         return self if recipe in (self, self.state_of) else dataclasses.replace(self, state_of=recipe)
 
     def _map(self, function: Callable[[Quantization], Quantization]) -> "Recipe":
-        optional = (self.input_for_wgrad, self.kernel_for_dgrad, self.output_grad_for_wgrad)
+        names = (*_SECOND_USES, *_SECOND_USES.values())
+        changed = {name: function(old) for name in names if (old := getattr(self, name)) is not None}
         state_of = None if self.state_of is None else self.state_of._map(function)
-        return Recipe(*map(function, self.operands), *(None if q is None else function(q) for q in optional), state_of)
+        return dataclasses.replace(self, **changed, state_of=state_of)
 
     def with_amax_history_length(self, length: int) -> "Recipe":
         """This recipe with another history length in its delayed scalings.

@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import optax
@@ -250,7 +250,7 @@ def plans_in(tree: Any) -> Iterator[str]:
             yield "; ".join(phase.recorded for phase in node.plan.phases)
 
 
-def _is_function(choice: Any) -> bool:
+def _is_function(choice: Any) -> TypeGuard[Callable[[Recipe], Recipe]]:
     return callable(choice) and not isinstance(choice, type)
 
 

@@ -256,7 +256,7 @@ class TrainStep(eqx.Module):
         compiled = _step(self.donate, tuple(options.items()))
         if self._counts:
             opt_state = counted(opt_state)
-        if len(self.phases) > 1 and int(opt_state.steps) == phase.start:
+        if phase is not None and len(self.phases) > 1 and int(opt_state.steps) == phase.start:
             _logger.info("%s", phase)
         due = self.monitor if self.monitor is not None and self.monitor.is_due(int(opt_state.steps)) else None
         program = self._program(due, phase)
