@@ -95,7 +95,8 @@ def figures(case: Case, device: str) -> dict[str, Any]:
     )
     flags = {"xla_gpu_enable_triton_gemm": False}
     report = inspect_step(step, *args, device=device, mesh={"devices": case.devices}, compiler_options=flags)
-    found = report.step
+    found, estimate = report.step, report.estimate
+    assert estimate is not None, f"nothing is known of how fast {device} is"
     return {
         "row": case.row,
         "products": sum(product.executions for product in found.products),
@@ -103,13 +104,13 @@ def figures(case: Case, device: str) -> dict[str, Any]:
         "gigabytes": found.others.bytes / 1e9,
         "sent": sum(x.sent for x in found.collectives) / 1e9,
         "peak": found.memory.peak / 1e9,
-        "milliseconds": report.estimate.total * 1e3,
+        "milliseconds": estimate.total * 1e3,
     }
 
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="h100", help="the GPU to compile for; default: %(default)s")
     parser.add_argument("--row", action="append", help="only rows that hold this text")
     output.add_arguments(parser)

@@ -366,8 +366,8 @@ class Recipe:
             arXiv:2509.25149, appendix D.
 
         Example:
-            >>> print(Recipe.of(DelayedScaling()).backward_only())
-            fprop in high precision, dgrad/wgrad DelayedScaling E5M2/E4M3
+            >>> print(Recipe.of(MXFP8Scaling()).backward_only())
+            fprop in high precision, dgrad/wgrad MXFP8Scaling E4M3/E4M3
         """
         high = Quantization(E4M3, HighPrecision())
         (_, kernel), (input, _) = self.products["dgrad"], self.products["wgrad"]
