@@ -70,7 +70,7 @@ CASES = [
 
 COLUMNS: dict[str, Callable[[Any], str]] = {
     "step": lambda row: row["row"],
-    "products' launches": lambda row: f"{row['products']:,}",
+    "products": lambda row: f"{row['products']:,}",
     "other launches": lambda row: f"{row['others']:,}",
     "other GB": lambda row: f"{row['gigabytes']:.1f}",
     "sent, GB": lambda row: f"{row['sent']:.2f}",
