@@ -229,7 +229,8 @@ def measured_parts(
         spec: What is static about the product.
         record: The scales. Inside `shard_map` each device measures its own part.
     """
-    memory, count = getattr(spec.recipe, operand).scaling.memory, numbers_of(spec.recipe.scalings)
+    scalings = spec.recipe.scalings
+    memory, count = scalings[OPERAND_NAMES.index(operand)].memory, numbers_of(scalings)
     if memory is None or not memory.numbers:
         return jnp.zeros((*record.shape[: spec.ensemble], count, 1), x.dtype)
     if spec.contraction.applies_scales and (scales := scales_of(record, spec)) is not None:

@@ -16,8 +16,8 @@ from helpers import unchecked
 from haliax_fp8 import Fp8DotGeneral, TrainStep, describe, fp8_linear_layers, quantize_kernels
 from haliax_fp8.checkpoints import load_into, save
 from haliax_fp8.folders.folder import TensorFolder
-from haliax_fp8.layouts import Inputs, Layout
 from haliax_fp8.huggingface import export_model, fp8_config_of, load, with_folder_scales
+from haliax_fp8.layouts import Inputs, Layout
 from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig
 from haliax_fp8.recipes import E4M3 as E4M3_FORMAT, FolderScaling, OperandUse
 from haliax_fp8.recipes.scaling import FolderScales
