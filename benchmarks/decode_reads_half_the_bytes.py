@@ -28,7 +28,9 @@ from haliax_fp8.serving import quantize_for_inference
 
 
 LAYOUTS = ("BF16", "FP8", "FP8_DYNAMIC", "W8A16", "MXFP8", "FP8_BLOCK")
-ROWS = (1, 16, 256)
+ROWS = (1, 8, 64, 2048)
+"""Three of decoding, and one of a prompt."""
+
 FLAGS = {"XLA's defaults": {}, "cuBLASLt alone": {"xla_gpu_enable_triton_gemm": False}}
 
 

@@ -28,7 +28,7 @@ from ._product.spec import DgradKernel, KernelResidual, ProductSpec
 from ._state.op_state import AbstractOp, OpState, leading_axes, require_state, require_stored_scales
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import OPERAND_NAMES, Recipe
-from .recipes.scaling import DelayedScaling
+from .recipes.scaling import DelayedScaling, FolderScales
 from .scopes import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 
 
@@ -87,6 +87,7 @@ class Fp8DotGeneral(AbstractOp):
         state_per_group: Whether each group of `ragged_dot` has a state of its own; its axis is the last of `stack`.
         quantized_kernel: The kernel as its products take it, from `quantize_kernels`; else each product quantizes it.
         skipped: What the conversion that made it left in high precision, for `describe`; None without a conversion.
+        folder_scales: The kernel's scales in a published folder, from `huggingface.with_folder_scales`.
 
     Raises:
         ValueError: If `recipe` or `compute_dtype` is of another kind; when called, if operands
@@ -122,6 +123,7 @@ class Fp8DotGeneral(AbstractOp):
     state_per_group: bool = eqx.field(static=True, default=False)
     quantized_kernel: KernelForProducts[hax.NamedArray] | None = None
     skipped: Skipped | None = eqx.field(static=True, default=None)
+    folder_scales: FolderScales[hax.NamedArray] | None = None
 
     def __check_init__(self) -> None:
         if self.recipe is None:
@@ -251,7 +253,7 @@ class Fp8DotGeneral(AbstractOp):
         """
         spec = dataclasses.replace(_spec(self, contraction, kernel, kernel, None, None), ensemble=leading)
         scale_dtype = dtype_of_scales(None if self.state is None else self.state.table.array, self.recipe)
-        return quantize_kernel(kernel, _record_of(self), spec, gathered, scale_dtype)
+        return quantize_kernel(kernel, _record_of(self), spec, gathered, scale_dtype, _unnamed(self.folder_scales))
 
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
         """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""
@@ -329,17 +331,22 @@ def _multiply(
     spec: ProductSpec,
     out: NamedSharding | None = None,
 ) -> Array:
-    (input, kernel), record, quantized_kernel = operands, _record_of(op), op.quantized_kernel
+    (input, kernel), record, quantized = operands, _record_of(op), _unnamed(op.quantized_kernel)
     key = check_key(op.key.array) if op.has_key and op.key is not None and spec.recipe.needs_key else None
-    if quantized_kernel is None:
+    if quantized is None and op.folder_scales is not None:
+        quantized = op.quantize_kernel(kernel, spec.contraction, spec.ensemble, None)
+    if quantized is None:
         return fp8_dot_general(input, kernel, record, spec, extras, key, out_sharding=out)
-    quantized = jax.tree.map(lambda x: x.array, quantized_kernel, is_leaf=lambda x: isinstance(x, hax.NamedArray))
     dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
     held = dtype_of_scales(None if op.state is None else op.state.table.array, op.recipe)
     require_fit(quantized, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales, scale_dtype=held)
     dgrad_kernel = DgradKernel.of(op.kernel_residual, op.recipe, spec.contraction, stacked=spec.stacked, before=True)
     spec = dataclasses.replace(spec, quantized_kernel=jax.tree.structure(quantized), dgrad_kernel=dgrad_kernel)
     return fp8_dot_general(input, kernel, record, spec, extras, key, quantized, out)
+
+
+def _unnamed(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.array, tree, is_leaf=lambda x: isinstance(x, hax.NamedArray))
 
 
 def _record_of(op: Fp8DotGeneral) -> Array | None:

@@ -38,6 +38,7 @@ RECIPES = {
     "rowwise_wgrad_bf16": _variant("rowwise_wgrad_bf16"),
     "deepseek": _variant("deepseek"),
     "mxfp8": _variant("mxfp8"),
+    "mxfp8_square": _variant("mxfp8_square"),
     "mxfp4_mxfp8": _variant("mxfp4_mxfp8"),
     "static": _variant("static", calibrated=True),
     "nvfp4": _variant("nvfp4"),
@@ -76,14 +77,15 @@ def _four_over_six(recipe: Recipe) -> Recipe:
             scaling = dataclasses.replace(scaling, scaling=dataclasses.replace(scaling.scaling, four_over_six=True))
         return dataclasses.replace(quantization, scaling=scaling)
 
-    return Recipe(**{field.name: changed(getattr(recipe, field.name)) for field in dataclasses.fields(recipe)})
+    fields = [field.name for field in dataclasses.fields(recipe) if field.name != "state_of"]
+    return Recipe(**{name: changed(getattr(recipe, name)) for name in fields})
 
 
 _UNROTATED = dataclasses.replace(_NVFP4, input_for_wgrad=None, output_grad_for_wgrad=None)
 _FORWARD_ONLY = Recipe(
     input=_NVFP4.input, kernel=_NVFP4.kernel, output_grad=_HIGH, kernel_for_dgrad=_HIGH, input_for_wgrad=_HIGH
 )
-_BACKWARD_ONLY = dataclasses.replace(_NVFP4, input=_HIGH, kernel=_HIGH, kernel_for_dgrad=_NVFP4.kernel)
+_BACKWARD_ONLY = _NVFP4.backward_only()
 
 NVFP4 = {
     "bf16 + 1 ulp": TWIN,
@@ -110,7 +112,7 @@ NVFP4 = {
 """Without `nvfp4`'s name: its parts, each changed alone. `fprop alone`: the two other products are in bf16."""
 
 _CURRENT = named["current"]
-_ALL_HIGH = Recipe(**dict.fromkeys((field.name for field in dataclasses.fields(Recipe)), _HIGH))
+_ALL_HIGH = Recipe(_HIGH, _HIGH, _HIGH, _HIGH, _HIGH, _HIGH)
 
 
 def _alone(**operands: Quantization | None) -> Recipe:

@@ -248,8 +248,9 @@ def demo_step(
     config: Fp8Config | None,
     devices: int = 1,
     fused_attention: bool = False,
+    optimizer: Callable[[Transformer], optax.GradientTransformation] = lambda model: optax.adamw(1e-4),
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A training step with AdamW, float32 master weights and bf16 activations, and its abstract arguments.
+    """A training step with float32 master weights and bf16 activations, and its abstract arguments.
 
     On several devices the batch is divided among them, and so are weights and moments, along the width of the residual
     stream (FSDP): each device gathers a layer's kernel when it needs it.
@@ -263,6 +264,7 @@ def demo_step(
         config: How to convert; None leaves the model in bf16.
         devices: The size of the mesh axis `devices`.
         fused_attention: Whether attention is cuDNN's, which keeps no scores in memory: for NVIDIA GPUs.
+        optimizer: Makes the optimizer for the model; AdamW by default.
 
     Raises:
         ValueError: If the numbers do not fit together, or the configuration does not fit the model.
@@ -280,7 +282,7 @@ def demo_step(
     model = eqx.filter_eval_shape(lambda: Transformer.init(shape, key=jax.random.key(0)))
     model = model if config is None else fp8_linear_layers(model, config)
     loss = partial(bfloat16_loss, at_once=LOSS_TOKENS * devices)
-    train = TrainStep(loss, optax.adamw(1e-4), donate=True)
+    train = TrainStep(loss, optimizer(model), donate=True)
     Batch = (Axis("batch", tokens // length), Axis("position", length))
     batch = eqx.filter_eval_shape(lambda: hax.zeros(Batch, jnp.int32))
     # Of the key, recipes that do not round at random make nothing.
@@ -297,8 +299,8 @@ def _divided[T](tree: T, mesh: AbstractMesh) -> T:
     """Abstract arrays with shardings: over their batch axis, or along the residual stream; the rest on every device."""
 
     def divide(node: Any) -> Any:
-        # Of a random key, the optimizer has none.
-        if not isinstance(node, NamedArray) or node.array is None:
+        # Of a random key, the optimizer has none, and Muon has a node of Optax's for what it leaves to Adam.
+        if not isinstance(node, NamedArray) or not hasattr(node.array, "shape"):
             return node
         spec = PartitionSpec(*("devices" if axis.name in ("batch", "hidden") else None for axis in node.axes))
         array = jax.ShapeDtypeStruct(node.array.shape, node.array.dtype, sharding=NamedSharding(mesh, spec))

@@ -22,7 +22,7 @@ from ..recipes.scaling.members import Members
 from .blocks import block_scaled_dot
 from .dimensions import DimensionNumbers, DotDimensions
 from .partition import scaled_by_each_device
-from .scaled_product import FLOAT32, rows_scaled, scalar, scaled_product
+from .scaled_product import FLOAT32, rows_scaled, scalar, scale_of_members, scaled_product
 
 
 class AbstractContraction(abc.ABC):
@@ -158,6 +158,9 @@ def scaled_dot_general(
         if in_a_sum and automatic_axes():
             return scaled_by_each_device(a, b, scale, dims, precision, dtype)
         return scaled_product(a, b, scale, dims, precision, dtype)
+    of_members = scale_of_members(a, b, dims)
+    if of_members is not None:
+        return scaled_product(a, b, of_members, dims, precision, dtype)
     out = lax.dot_general(a.data, b.data, dims.numbers, precision=precision, preferred_element_type=FLOAT32)
     return rows_scaled(out, a, b, dims, dtype)
 

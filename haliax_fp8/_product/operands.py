@@ -17,7 +17,7 @@ from .._numerics.stored_array import StoredArray
 from .._state.record import operand_scales
 from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
-from ..recipes.scaling import Members, OperandUse, of_all_elements
+from ..recipes.scaling import FolderScales, Members, OperandUse, of_all_elements
 from ..recipes.scaling.high_precision import unscaled
 from .kernel_for_products import KernelForProducts
 from .scaled_product import FLOAT32, each_row_scaled
@@ -97,6 +97,7 @@ def quantize_operand(
     members: Members,
     spec: ProductSpec,
     quantized_kernel: KernelForProducts[Array] | None = None,
+    folder: FolderScales[Array] | None = None,
 ) -> QuantizedArray:
     """An operand in the format that a product takes it in.
 
@@ -109,6 +110,7 @@ def quantize_operand(
         members: Which parts of the operand have a scale each.
         spec: What is static about the product.
         quantized_kernel: The kernel, if it was quantized before.
+        folder: Its scales in a published folder, if it has any.
     """
     if operand == "kernel" and quantized_kernel is not None:
         quantized_before = quantized_kernel.operand(product)
@@ -126,6 +128,7 @@ def quantize_operand(
         key=_key_of(x, key, operand, product, spec) if quantization.rounding.needs_key else None,
         contiguous_sum=product not in spec.contraction.groups,
         scale_bits=spec.scale_bits[operand],
+        folder=folder,
     )
     quantized = scaling.quantize(x, use)
     return dataclasses.replace(quantized, scale=jnp.float32(1.0)) if spec.contraction.applies_scales else quantized
@@ -226,7 +229,8 @@ def measured_parts(
         spec: What is static about the product.
         record: The scales. Inside `shard_map` each device measures its own part.
     """
-    memory, count = getattr(spec.recipe, operand).scaling.memory, numbers_of(spec.recipe.scalings)
+    scalings = spec.recipe.scalings
+    memory, count = scalings[OPERAND_NAMES.index(operand)].memory, numbers_of(scalings)
     if memory is None or not memory.numbers:
         return jnp.zeros((*record.shape[: spec.ensemble], count, 1), x.dtype)
     if spec.contraction.applies_scales and (scales := scales_of(record, spec)) is not None:

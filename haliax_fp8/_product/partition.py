@@ -347,7 +347,7 @@ divided_sum_p = define("fp8_divided_sum", aval=aval_of, batch=_batched, lower=_l
 # --- What is sent once, or computed again -----------------------------------------------------------------------------
 
 
-def kept_if_sent(kept: Array, again: Array) -> Array:
+def kept_if_sent(kept: Array, again: Array, *, in_blocks: bool = False) -> Array:
     """Of two arrays with the same values, the first if devices would have to send each other the second; else that.
 
     `kept` is in memory since the forward pass, `again` is computed from what is in memory anyway. XLA knows only when
@@ -357,17 +357,21 @@ def kept_if_sent(kept: Array, again: Array) -> Array:
     Args:
         kept: The array that is sent once, for its other user and for this one.
         again: The array computed again.
+        in_blocks: Whether its user is a product of blocks, which says what its devices need only after this is
+            decided: several devices then take the first array.
     """
-    return kept_if_sent_p.bind(kept, again)
+    return kept_if_sent_p.bind(kept, again, in_blocks=in_blocks)
 
 
-def _kept_if_sent_batched(args: Any, axes: Any) -> tuple[Array, int]:
-    return kept_if_sent_p.bind(*mapped_in_front(args, axes)), 0
+def _kept_if_sent_batched(args: Any, axes: Any, *, in_blocks: bool) -> tuple[Array, int]:
+    return kept_if_sent_p.bind(*mapped_in_front(args, axes), in_blocks=in_blocks), 0
 
 
-def _kept_if_sent_lowered(context: Any, kept: Any, again: Any) -> Any:
+def _kept_if_sent_lowered(context: Any, kept: Any, again: Any, *, in_blocks: bool) -> Any:
     if not knows_devices(context):
         return [again]
+    if in_blocks:
+        return [kept]
     ndim = context.avals_in[0].ndim
     # Each array has axes of its own: the user alone says how it needs the result divided.
     arrays = [" ".join(f"{letter}{axis}" for axis in range(ndim)) for letter in "kar"]
@@ -425,7 +429,7 @@ def _ends(indices: Sequence[slice], shape: tuple[int, ...]) -> list[tuple[int, i
 
 kept_if_sent_p = define(
     "fp8_kept_if_sent",
-    aval=lambda kept, again: again,
+    aval=lambda kept, again, in_blocks: again,
     batch=_kept_if_sent_batched,
     lower=_kept_if_sent_lowered,
     with_devices=True,

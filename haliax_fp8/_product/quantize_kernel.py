@@ -18,7 +18,7 @@ from .._numerics.stored_array import StoredArray, bits_of
 from .._state.record import in_product
 from .._state.table import numbers_of
 from ..recipes.recipe import USES, ProductName
-from ..recipes.scaling import HadamardScaling
+from ..recipes.scaling import FolderScales, HadamardScaling
 from .kernel_for_products import KernelForProducts
 from .operands import measured_parts, quantize_operand, round_to, scales_of
 from .spec import ProductSpec
@@ -30,6 +30,7 @@ def quantize_kernel(
     spec: ProductSpec,
     gathered: PartitionSpec | None = None,
     scale_dtype: np.dtype | None = None,
+    folder: FolderScales[Array] | None = None,
 ) -> KernelForProducts[Array] | None:
     """A kernel as its products take it; None if none of them quantizes it, or one rotates or randomly rounds it.
 
@@ -41,19 +42,25 @@ def quantize_kernel(
         spec: What is static about its products; the contraction of the kernel's axes alone has to be right.
         gathered: How the data are divided over the mesh, by the kernel's axes; None leaves that to XLA.
         scale_dtype: The dtype of the state that the scales come from, see `dtype_of_scales`.
+        folder: The scales that a published folder has for it.
     """
     uses = [spec.recipe.uses["kernel", product] for product in USES["kernel"]]
     is_made_in_products = any(use.rounding.needs_key or isinstance(use.scaling, HadamardScaling) for use in uses)
     if is_made_in_products or not any(use.scaling.quantizes for use in uses):
         return None
     record = None if record is None else lax.stop_gradient(in_product(record))
-    quantized = _quantized_for_all(lax.stop_gradient(kernel), record, spec=spec, gathered=gathered)
+    quantized = _quantized_for_all(lax.stop_gradient(kernel), record, folder, spec=spec, gathered=gathered)
     return dataclasses.replace(quantized, scale_dtype=scale_dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "gathered"))
 def _quantized_for_all(
-    kernel: Array, record: Array | None, *, spec: ProductSpec, gathered: PartitionSpec | None
+    kernel: Array,
+    record: Array | None,
+    folder: FolderScales[Array] | None,
+    *,
+    spec: ProductSpec,
+    gathered: PartitionSpec | None,
 ) -> KernelForProducts[Array]:
     kernel = round_to(kernel, spec.compute_dtype)
     scales = scales_of(record, spec)
@@ -63,7 +70,7 @@ def _quantized_for_all(
     for product in USES["kernel"]:
         quantized_for = spec.recipe.quantized_for["kernel", product]
         if quantized_for not in arrays:
-            quantized = quantize_operand(kernel, "kernel", product, scales, None, members, spec)
+            quantized = quantize_operand(kernel, "kernel", product, scales, None, members, spec, folder=folder)
             if gathered is not None:
                 # Both operands come from what was gathered: after a transposition, XLA would gather bfloat16.
                 data = divided(gathered_once(quantized.data), gathered)

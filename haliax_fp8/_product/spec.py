@@ -168,7 +168,8 @@ class ProductSpec:
         A product that is rounded to bfloat16 is multiplied by its scale in bfloat16, where XLA finds FP8 whatever its
         flags; so the product of two scales has to be exact there.
         """
-        return (self.compute_dtype or self.out_dtype) != jnp.bfloat16
+        is_exact = self.recipe.kernel.scaling.exact_scales
+        return is_exact or (self.compute_dtype or self.out_dtype) != jnp.bfloat16
 
     @functools.cached_property
     def scale_bits(self) -> dict[OperandName, int]:

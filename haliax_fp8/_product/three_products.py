@@ -97,7 +97,8 @@ class Residuals(NamedTuple):
             members = spec.batched.members(operand, x.shape, extras, spec.ensemble)
             quantized = quantize_operand(x, operand, product, scales, self.key, members, spec)
         if operand == "kernel" and self.sent_kernel is not None:
-            quantized = dataclasses.replace(quantized, data=kept_if_sent(self.sent_kernel, quantized.data))
+            data = kept_if_sent(self.sent_kernel, quantized.data, in_blocks=quantized.block is not None)
+            quantized = dataclasses.replace(quantized, data=data)
         return quantized
 
 

@@ -19,7 +19,7 @@ from ..folders.writer import TensorSpec, write_tensors_of
 from ..layers.checks import check_not_modified, require_tree
 from .checkpoint import HostArrays
 from .names import Leaf, described, is_saved, leaves_of, require_one_each
-from .recipes import Run, from_file, in_file, recipes_of, require_microbatches
+from .recipes import Run, from_file, in_file, plans_in, recipes_of, require_microbatches
 
 
 def save(
@@ -72,7 +72,7 @@ def save(
         if not allow_nonfinite:
             _require_finite(leaf)
     require_one_each((leaf.name for leaf in saved), "tree")
-    index: dict[str, Any] = {"recipes": in_file(recipes_of(tree))}
+    index: dict[str, Any] = {"recipes": in_file(recipes_of(tree)), "phases": list(plans_in(tree))}
     if microbatches is not None:
         index["microbatches"] = microbatches
     with _replaced(path) as file:
@@ -160,7 +160,11 @@ def _run(file: str, index: Mapping[str, Any]) -> Run:
     """
     try:
         require_microbatches(index.get("microbatches"), of="its index")
-        return Run(from_file(index["recipes"]) if "recipes" in index else None, index.get("microbatches"))
+        phases = index.get("phases")
+        if phases is not None and not (isinstance(phases, list) and all(isinstance(text, str) for text in phases)):
+            raise ValueError(f"its index has phases={phases!r:.60}, which `save` does not write; copy the file")
+        recipes = from_file(index["recipes"]) if "recipes" in index else None
+        return Run(recipes, index.get("microbatches"), phases)
     except ValueError as error:
         raise BrokenCheckpoint(file, str(error)) from error
 

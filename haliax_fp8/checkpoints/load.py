@@ -20,8 +20,8 @@ from .file import open_equinox, open_file, with_suffix
 from .histories import fitted, recorded_rows, refusal, rows_as_here
 from .names import Leaf, described, former_names, is_rounding_key, is_saved, leaves_of, require_one_each, with_leaves
 from .orbax import OrbaxFolder
-from .recipes import Run, differences, is_gradient, op_of, recipes_of, require_microbatches, resized, table_of
-from .report import LoadReport, incomplete, listed, require_fit, require_no_fresh_weights
+from .recipes import Run, differences, is_gradient, op_of, plans_in, recipes_of, require_microbatches, resized, table_of
+from .report import PHASES, LoadReport, incomplete, listed, require_fit, require_no_fresh_weights
 from .state_dict import with_names_of
 
 
@@ -89,8 +89,8 @@ def load_into[M](
         path: A file of `save` or of Equinox's serialisation, a safetensors file, the folder of a step that Orbax wrote,
             or a mapping of names to arrays. Keys of safetensors and of mappings may be those of Haliax's state dict.
         strict: Whether anything but a complete load is an error: a leaf changed or fresh, an entry unused, a layer
-            with another recipe than in the run that `save` wrote, or another number of microbatches. A file does not
-            know an optimizer's class and options, such as learning rates.
+            with another recipe than in the run that `save` wrote, other phases, or another number of microbatches. A
+            file does not know an optimizer's class and options, such as learning rates.
         made_from: For files of Equinox without names: the tree that was saved, or one of its structure.
         allow_fresh_weights: Whether a weight that the checkpoint lacks may stay as it is in the given model. State of
             FP8 layers and of optimizers may always.
@@ -132,7 +132,8 @@ def load_into[M](
     require_fit(model, misfits, shown)
     _require_all(leaves, plans)
     found = checkpoint.read({p.name: p.sharding for p in plans if p.name is not None})
-    recipes = _Recipes(checkpoint.run, Run(recipes_of(model), microbatches))
+    here = Run(recipes_of(model), microbatches, list(plans_in(model)))
+    recipes = _Recipes(checkpoint.run, here)
     values, kept, changed, fresh = [], [], {}, {}
     for leaf, plan in zip(leaves, plans, strict=True):
         value, how, why = leaf.value, plan.how, plan.why
@@ -156,6 +157,9 @@ def load_into[M](
         elif plan.name is not None:
             kept.append(leaf.name)
     changed |= recipes.changed_without_table(checkpoint.entries.keys(), {leaf.name for leaf in leaves})
+    if here.phases and checkpoint.run.phases not in (None, here.phases):
+        saved, planned = ("; ".join(filter(None, phases)) or "none" for phases in (checkpoint.run.phases, here.phases))
+        changed[PHASES] = f"{saved} in the checkpoint, {planned} here"
     used = {plan.name for plan in plans}
     unused = checkpoint.entries.keys() - used - {plan.refused for plan in plans}
     report = LoadReport(tuple(kept), changed, fresh, tuple(sorted(unused)), recipes.not_compared)

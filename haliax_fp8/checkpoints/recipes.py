@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ import numpy as np
 
 from ..layers import Fp8DotGeneral
 from ..layers.walk import path_string
-from ..training import AbstractOp
+from ..recipes import Quantization
+from ..training import AbstractOp, CountedState
 from .names import states_of_optimizers, within
 
 
@@ -26,10 +27,12 @@ class Run:
     Args:
         recipes: The operands of each op, by the op's name; None if it does not say.
         microbatches: How many microbatches its steps had; None if it does not say.
+        phases: The phases that its optimizers' states were made for, in words; None if it does not say.
     """
 
     recipes: Mapping[str, Operands] | None = None
     microbatches: int | None = None
+    phases: list[str] | None = None
 
 
 def require_microbatches(value: Any, of: str) -> None:
@@ -66,9 +69,22 @@ def recipes_of(tree: Any) -> dict[str, Operands]:
     return {name: _operands(op) for name, op in named if not within(name, moments)}
 
 
+def plans_in(tree: Any) -> Iterator[str]:
+    """The phases that states in a tree were made for, in words: what checkpoints record and compare."""
+    is_counted = lambda node: isinstance(node, CountedState)
+    for node in jax.tree.leaves(tree, is_leaf=is_counted):
+        if is_counted(node):
+            yield "; ".join(phase.recorded for phase in node.plan.phases)
+
+
 def _operands(op: AbstractOp) -> Operands:
     if isinstance(op, Fp8DotGeneral):
-        fields = [(field.name, getattr(op.recipe, field.name)) for field in dataclasses.fields(op.recipe)]
+        # The three operands that have a row of the table come first.
+        rows = op.recipe.state_of or op.recipe
+        fields = [(field.name, getattr(rows, field.name)) for field in dataclasses.fields(rows)]
+        if op.recipe.state_of is not None:
+            uses = op.recipe.uses.items()
+            fields += [(f"{operand}_for_{x}", used) for (operand, x), used in uses if used != rows.uses[operand, x]]
         return {
             name: {
                 "format": quantization.format.name,
@@ -77,7 +93,7 @@ def _operands(op: AbstractOp) -> Operands:
                 "rounding": quantization.rounding.value,
             }
             for name, quantization in fields
-            if quantization is not None
+            if isinstance(quantization, Quantization)
         }
     if op.state is None:
         return {}

@@ -71,6 +71,9 @@ class LoadReport(Printable):
 
 _STATE = "state.table"
 
+PHASES = "phases"
+"""The name of a run's phases among what changed."""
+
 
 def incomplete(tree: Any, report: LoadReport, entries: Entries) -> str:
     """The message.
@@ -144,6 +147,11 @@ def _only_one(name: str, here: Entries, entries: Entries) -> str:
 
 def _cause(tree: Any, names: list[str]) -> tuple[str, str]:
     """What differs from the saved tree, and what to do."""
+    if names == [PHASES]:
+        return "its run has other phases", (
+            "Give TrainStep the phases of the saved run; or use strict=False, which goes on at the saved step in the "
+            "phases here"
+        )
     states = list(states_of_optimizers(tree))
     parts = {within(name, states) for name in names}
     if "" not in parts:

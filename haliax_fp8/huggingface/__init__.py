@@ -17,3 +17,4 @@ from .architecture import hugging_face_config as hugging_face_config
 from .exporting import ExportReport as ExportReport, export_model as export_model, serving_tensors as serving_tensors
 from .importing import Weights as Weights, import_model as import_model, load as load
 from .names import NameMap as NameMap
+from .recipe_of_folder import fp8_config_of as fp8_config_of, with_folder_scales as with_folder_scales

@@ -9,6 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import haliax as hax
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import DTypeLike
 from rich.console import RenderableType
@@ -25,6 +28,7 @@ from ..folders.scaled_matrix import (
     BF16,
     BF16_BITS,
     ScaledMatrix,
+    Unit,
     are_exponents,
     in_two_levels,
     largest,
@@ -38,7 +42,7 @@ from ..layers import Fp8DotGeneral, LayerRule, default_rules
 from ..layers.checks import check_not_modified, require_layers, require_merged, unrecorded_operands
 from ..layers.walk import Targets, as_patterns
 from ..layouts import PLAIN, Layout, as_layout
-from ..recipes import SCALE_BITS, AbstractScaling, NVFP4Scaling, OperandName
+from ..recipes import SCALE_BITS, AbstractScaling, FolderScaling, NVFP4Scaling, OperandName, OperandUse
 from .architecture import names_of
 from .description import description_of
 from .model import tensors_of, without_sharing
@@ -395,6 +399,8 @@ def _scales_tokens(tensor: Tensor) -> bool:
 def _has_input_scale(tensor: Tensor) -> bool:
     if tensor.layer is not None:
         return tensor.layer.kernel.input_scale is not None
+    if tensor.op is not None and tensor.op.folder_scales is not None and tensor.op.folder_scales.input is not None:
+        return True
     return tensor.op is not None and _scaling(tensor.op, "input") is not None and _stored(tensor, "input") is not None
 
 
@@ -438,6 +444,9 @@ def _quantized(
     """
     block = layout.block((tensor.shape[0], tensor.shape[1]))
     values = tensor.read()
+    if isinstance(values, np.ndarray) and how.training_scales and _has_folder_scales(tensor, layout):
+        made = _as_in_folder(tensor, values)
+        values = made if spread(made, block) is not None else values
     if isinstance(values, ScaledMatrix):
         if (finer := spread(values, block)) is None:
             raise ValueError(
@@ -491,6 +500,32 @@ def _quantized(
         return dataclasses.replace(made, input_scale=1.0 / float(divisor))
     scale = rounded_up(scale.reshape(1), min(bits["input"], BF16_BITS) if how.bf16_scales else bits["input"])[0]
     return dataclasses.replace(made, input_scale=float(scale))
+
+
+def _has_folder_scales(tensor: Tensor, layout: Layout) -> bool:
+    """Whether a layer has the quantizer of a folder, whose data and scales a layout can hold, as far as that shows."""
+    if tensor.op is None or tensor.op.folder_scales is None:
+        return False
+    scaling, format = tensor.op.recipe.kernel.scaling, tensor.op.recipe.kernel.format
+    assert isinstance(scaling, FolderScaling)
+    is_alike = layout.has_units == (scaling.scales == "two_levels") and layout.format == format
+    return is_alike and (not layout.exponents or scaling.scales.startswith("e8m0"))
+
+
+def _as_in_folder(tensor: Tensor, values: np.ndarray) -> ScaledMatrix:
+    """A kernel as the products of training quantize it, where it has the scales of a folder."""
+    is_named = lambda x: isinstance(x, hax.NamedArray)
+    of_layer = jax.tree.map(lambda x: np.asarray(x.array)[tensor.index], tensor.op.folder_scales, is_leaf=is_named)
+    quantization = tensor.op.recipe.kernel
+    use = OperandUse(quantization.format, contracted=(1,), folder=of_layer)
+    made = jax.device_get(quantization.scaling.quantize(jnp.asarray(values), use))
+    divisor = of_layer.divisor
+    unit = None if divisor is None else Unit(divisor.view(np.float32), divides=True)
+    # In float64 the reciprocal of a reciprocal has the bits of the original.
+    of_input = _stored(tensor, "input") if of_layer.input is None else 1 / float(of_layer.input.view(np.float32))
+    # Values of E2M1 come in another format that holds them.
+    data = made.data.astype(np.float32).astype(quantization.format.dtype)
+    return ScaledMatrix(data, made.scale, made.block, "folder", of_input, unit)
 
 
 # --- Read back --------------------------------------------------------------------------------------------------------

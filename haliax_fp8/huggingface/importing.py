@@ -124,25 +124,13 @@ def _imported[M](
     *,
     strict: bool = True,
 ) -> M:
-    checked = Checked.of(folder)
-    outputs = functools.cache(
-        lambda: {
-            name_map.to_checkpoint(tensor.name): tensor.shape[0] for tensor in tensors_of(model, rules) if tensor.shape
-        }
-    )
-    is_tied = bool(folder.config.get(TIED))
-    misfits = [fault for fault in faults_of_folder(checked) if fault.is_error]
-    for fault in misfits:
-        if fault.tensor not in folder.tensors:
-            raise fault.error
-    tensors = with_each_expert(tensors_in(folder))
     with progress_of("reading", sum(stored.bytes for stored in folder.tensors.values()), progress) as advance:
-        checkpoint = _Checkpoint(tensors, name_map, outputs, is_tied, set(), checked, misfits, advance, remedies)
+        checkpoint = checkpoint_of(folder, model, name_map, rules, advance, remedies)
         # Names are known before anything is read.
         needed = {checkpoint.source(each.name) for each in tensors_of(model, rules) if _is_floating(each)}
         if strict:
             # What scales belong to shows when weights are read.
-            scales = {name for name in checked.tensors if "scale" in name.rpartition(".")[2]}
+            scales = {name for name in checkpoint.checked.tensors if "scale" in name.rpartition(".")[2]}
             shared = {name_map.to_checkpoint(tensor.name) for tensor in tensors_of(without_sharing(model), rules)}
             checkpoint.refuse_unused(needed | shared | scales)
         load = lambda site: _loaded(site, checkpoint, weights, constructors)
@@ -157,6 +145,33 @@ def _imported[M](
             "makes, or take weights='dequantized'"
         )
     return unstacked(loaded) if weights is Weights.SERVED else loaded
+
+
+def checkpoint_of(
+    folder: TensorFolder,
+    model: Any,
+    names: NameMap,
+    rules: tuple[LayerRule, ...],
+    advance: Callable[[str, int], None],
+    remedies: "_Remedies | None" = None,
+) -> "_Checkpoint":
+    """The tensors of a folder by a model's names; none is read yet.
+
+    Raises:
+        ValueError: If the configuration has an error.
+    """
+    checked = Checked.of(folder)
+    outputs = functools.cache(
+        lambda: {
+            names.to_checkpoint(tensor.name): tensor.shape[0] for tensor in tensors_of(model, rules) if tensor.shape
+        }
+    )
+    misfits = [fault for fault in faults_of_folder(checked) if fault.is_error]
+    for fault in misfits:
+        if fault.tensor not in folder.tensors:
+            raise fault.error
+    tensors, is_tied = with_each_expert(tensors_in(folder)), bool(folder.config.get(TIED))
+    return _Checkpoint(tensors, names, outputs, is_tied, set(), checked, misfits, advance, remedies or _OF_IMPORT)
 
 
 def load(
@@ -240,12 +255,13 @@ def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, constructor
         if weights is Weights.FROZEN:
             return frozen_layer(plain_layer, leaf, matrices, constructors)
         layouts = [checkpoint.layout(name) for name, _ in leaf.tensors()]
-        if len({layout.inputs for layout in layouts}) > 1:
-            ways = " and ".join(sorted({str(layout.inputs) for layout in layouts}))
+        if len(inputs := {layout and layout.inputs for layout in layouts}) > 1:
+            ways = " and ".join(sorted(map(str, inputs)))
             raise ValueError(
                 f"{site.place} has blocks or experts whose inputs are quantized in different ways ({ways}); import the "
                 "checkpoint dequantized, or into a model without stacks"
             )
+        assert layouts[0] is not None
         compute_dtype = None if op is None else op.compute_dtype
         return served_layer(plain_layer, leaf, matrices, constructors, layouts[0], compute_dtype)
     return _with(layer, changes)
@@ -409,18 +425,14 @@ class _Checkpoint:
         near = ", ".join(nearest(wanted, list(self.tensors), 3)) or "none"
         raise ValueError(f"the checkpoint has no {wanted}; the nearest are {near}. {self.remedies.of_missing}")
 
-    def layout(self, name: str) -> Layout:
-        """The layout of a weight that was read with its scales.
+    def layout(self, name: str) -> Layout | None:
+        """How a layer is quantized; None if it is not.
 
         Args:
             name: Its weight's name in the model.
         """
-        wanted = self.names.to_checkpoint(name)
-        layer, _, field = wanted.rpartition(".")
-        parent, _, last = layer.rpartition(".")
-        tensor = self.tensors.get(wanted) or self.tensors[f"{self._fused(parent, last, field)}.{field}"]
-        assert tensor.layout is not None
-        return tensor.layout.of_one_layer
+        layout = self.tensors[self.source(name)].layout
+        return None if layout is None else layout.of_one_layer
 
     def refuse_unused(self, read: Collection[str]) -> None:
         """Raises a ValueError if nothing reads a tensor of the checkpoint.

@@ -41,6 +41,7 @@ def describe(
     config: Fp8Config | None = None,
     device: Device | str | None = None,
     predict: FasterOn | None = None,
+    step: Any = None,
 ) -> ModelDescription:
     """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
 
@@ -58,6 +59,7 @@ def describe(
         predict: The device and tokens for which to predict the gain of FP8, such as `FasterOn("h100", tokens=8192)`;
             by default those of the first `FasterOn` among `targets`, if any. A layer in high precision is predicted
             with the recipe that it would get.
+        step: A `TrainStep` with phases, to list what the layers run in from each of them on.
 
     Returns:
         The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
@@ -109,7 +111,12 @@ def describe(
         rows = [dataclasses.replace(row, unrecorded=()) for row in rows]
     others = tuple(_arrays_outside(model, config_in_use.rules))
     head = _head(rows, decisions) if all_ops(model) else ""
-    return ModelDescription(tuple(rows), named, predict, others, head)
+    phases, rules = ((), ()) if step is None else (step.phases, step.rules)
+    plan = [
+        f"From step {phase.start}: {describe(phase.applied(model, rules), config=config, device=device).summary}"
+        for phase in phases
+    ]
+    return ModelDescription(tuple(rows), named, predict, others, head, tuple(plan))
 
 
 def _require_loss(loss_fn: Any) -> None:

@@ -126,6 +126,7 @@ class ModelDescription(Printable):
             products with them stay in high precision.
         head: The path of a converted layer that seems to be the head, by its name, or as the last of a list of layers;
             empty if there is none.
+        phases: A line for each phase of the run, if a step with phases was given.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -133,6 +134,7 @@ class ModelDescription(Printable):
     predict: FasterOn | None = None
     arrays: tuple[str, ...] = ()
     head: str = ""
+    phases: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[LayerDescription]:
         return iter(self.layers)
@@ -298,7 +300,7 @@ class ModelDescription(Printable):
         count = ", ".join([first.replace(" in", f" of {self.count} linear layers in"), *more])
         if products := self._products:
             count = f"{self.fp8_count} of {self.count} linear layers{products}"
-        lines = self.estimate, self.note, self.waiting, *self.remarks, self.scales
+        lines = *self.phases, self.estimate, self.note, self.waiting, *self.remarks, self.scales
         return Group(
             Text(f"{count}{f': {only}' if only else ''}{everywhere}{self._stored}", "bold"),
             self._table(only, with_support=self.device is not None and not everywhere),

@@ -68,6 +68,8 @@ class LayerWork:
         for name, result in _RESULTS.items():
             if self._is_rescaled(name):
                 work += Traffic(1, plain=6 * self._elements(result))  # float32 is read, bfloat16 written
+            elif self._is_fp8(name) and self._has_scales_of_members(name):
+                work += Traffic(1, plain=4 * self._elements(result))  # bfloat16 is read and written
             elif self._is_fp8(name):
                 work += Traffic(1)  # the scales of both operands become one
             if self._needs_padding(result, name):
@@ -128,12 +130,16 @@ class LayerWork:
         )
 
     def _is_rescaled(self, product: ProductName) -> bool:
-        """Whether the product is stored in float32 and scaled by another launch: scales of rows, members or experts."""
+        """Whether the product is stored in float32 and scaled by another launch: scales of rows or experts."""
         if not self._is_fp8(product) or self._is_in_blocks(product):
             return False
         scalings = [quantization.scaling for quantization in self.recipe.products[product]]
-        in_ensemble = self.size.members > 1 and any(scaling.memory is not None for scaling in scalings)
-        return in_ensemble or self.size.experts > 1 or any(scaling.per_axis for scaling in scalings)
+        return self.size.experts > 1 or any(scaling.per_axis for scaling in scalings)
+
+    def _has_scales_of_members(self, product: ProductName) -> bool:
+        """Whether another launch scales the product: cuBLASLt takes one scale."""
+        remembers = any(quantization.scaling.memory is not None for quantization in self.recipe.products[product])
+        return self.size.members > 1 and remembers
 
     def _multiple(self, product: ProductName) -> int:
         """cuBLASLt takes matrices whose sides are multiples of 16 bytes."""

@@ -82,6 +82,21 @@ def map_layers_in_stacks[M](
     return _walk(function, module, types_of(rules), (), ())
 
 
+def map_layers_and_ops[M](
+    function: Callable[[str, Any, Fp8DotGeneral], Fp8DotGeneral], module: M, rules: tuple[LayerRule, ...]
+) -> M:
+    """The tree with every op replaced by `function(path, layer, op)`; an op that is in no layer is the layer too."""
+
+    def change(path: str, node: Any, stack: tuple[hax.Axis, ...]) -> Any:
+        if is_op(node):
+            return function(_without_field(path), node, node)
+        rule = rule_of(node, rules)
+        op = rule.op(node)
+        return node if op is None else rule.with_op(node, function(path, node, op))
+
+    return _walk(change, module, (*types_of(rules), Fp8DotGeneral), (), ())
+
+
 def _walk(
     function: Callable[[str, Any, tuple[hax.Axis, ...]], Any],
     tree: Any,

@@ -38,6 +38,8 @@ from .scaling import (
     CastCost as CastCost,
     CurrentScaling as CurrentScaling,
     DelayedScaling as DelayedScaling,
+    FolderScales as FolderScales,
+    FolderScaling as FolderScaling,
     HadamardScaling as HadamardScaling,
     HighPrecision as HighPrecision,
     MaxOfHistory as MaxOfHistory,

@@ -49,6 +49,11 @@ def _mxfp4_mxfp8() -> Recipe:
     return dataclasses.replace(mxfp8, kernel=Quantization(E2M1, MXFP8Scaling()))
 
 
+def _mxfp8_square() -> Recipe:
+    """MXFP8 with kernels in square blocks, whose codes both products read: devices that share a kernel send it once."""
+    return dataclasses.replace(Recipe.of(MXFP8Scaling()), kernel=Quantization(E4M3, MXFP8Scaling(square=True)))
+
+
 named: dict[str, Recipe] = {
     "delayed": Recipe.of(DelayedScaling()),
     "current": Recipe.of(CurrentScaling()),
@@ -56,6 +61,7 @@ named: dict[str, Recipe] = {
     "rowwise_wgrad_bf16": _rowwise_wgrad_bf16(),
     "deepseek": Recipe.of(BlockScaling()),
     "mxfp8": Recipe.of(MXFP8Scaling()),
+    "mxfp8_square": _mxfp8_square(),
     "nvfp4": _nvfp4(),
     "mxfp4_mxfp8": _mxfp4_mxfp8(),
     "static": Recipe.of(StaticScaling()),
@@ -77,7 +83,7 @@ aliases: dict[str, str] = {
 }
 """Other libraries' names."""
 
-_FORWARD_ONLY = "_fprop"
+_FORWARD_ONLY, _BACKWARD_ONLY = "_fprop", "_bprop"
 
 
 type RecipeLike = Recipe | AbstractScaling | str
@@ -109,7 +115,8 @@ def by_name(name: str) -> Recipe:
 
     Args:
         name: A key of `named` or of `aliases`. With `_fprop` at its end, the recipe of the rest of the name, with its
-            backward pass in high precision: see `Recipe.forward_only`.
+            backward pass in high precision: see `Recipe.forward_only`. With `_bprop`, its forward pass is: see
+            `Recipe.backward_only`.
 
     Raises:
         ValueError: If there is none; the nearest names are listed.
@@ -120,7 +127,8 @@ def by_name(name: str) -> Recipe:
     """
     if not isinstance(name, str):
         raise ValueError(f"name={name!r} is not the name of a recipe; use one such as 'delayed', out of {[*named]}")
-    base = name.removesuffix(_FORWARD_ONLY)
+    suffix = next((suffix for suffix in (_FORWARD_ONLY, _BACKWARD_ONLY) if name.endswith(suffix)), "")
+    base = name.removesuffix(suffix)
     recipe = named.get(aliases.get(base, base))
     if recipe is None:
         listed = lambda names: ", ".join(map(repr, names))
@@ -128,6 +136,9 @@ def by_name(name: str) -> Recipe:
         hint = f"the nearest are {listed(near)}; " if near else ""
         raise ValueError(
             f"recipe={name!r} is unknown; {hint}all are {listed(named)}, and by other libraries' names "
-            f"{listed(aliases)}; with {_FORWARD_ONLY!r} at its end, the backward pass is in high precision"
+            f"{listed(aliases)}; with {_FORWARD_ONLY!r} at its end, the backward pass is in high precision, and with "
+            f"{_BACKWARD_ONLY!r} the forward pass"
         )
-    return recipe if base == name else recipe.forward_only()
+    if not suffix:
+        return recipe
+    return recipe.forward_only() if suffix == _FORWARD_ONLY else recipe.backward_only()

@@ -90,11 +90,13 @@ class Recipe:
         input_for_wgrad: How the input is quantized for wgrad; by default as for fprop.
         kernel_for_dgrad: How the kernel is quantized for dgrad; by default as for fprop.
         output_grad_for_wgrad: How the output's gradient is quantized for wgrad; by default as for dgrad.
+        state_of: Another recipe, whose state an op with this one keeps and records; None for its own.
 
     Raises:
         ValueError: If only one operand of a product is in high precision, unless `output_grad` is so throughout and the
             other operand as in fprop, see `forward_only`; if only one is rotated; if MXFP8's gradients are in E5M2;
-            if an operand's second use keeps separate state; or if an operand is not a `Quantization`.
+            if an operand takes a scale from a state that differs from its other use's, or from that of `state_of`; or
+            if an operand is not a `Quantization`.
 
     Example:
         >>> Recipe.of(DelayedScaling(amax_history_length=16)).output_grad.format
@@ -111,12 +113,15 @@ class Recipe:
     input_for_wgrad: Quantization | None = None
     kernel_for_dgrad: Quantization | None = None
     output_grad_for_wgrad: Quantization | None = None
+    state_of: "Recipe | None" = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if (value := getattr(self, field.name)) is not None or field.name in _SECOND_USES:
+        for name in (*_SECOND_USES, *_SECOND_USES.values()):
+            if (value := getattr(self, name)) is not None or name in _SECOND_USES:
                 example = "Quantization(E4M3, scaling), or Recipe.of(scaling) for all operands"
-                require(field.name, value, Quantization, example, of="Recipe")
+                require(name, value, Quantization, example, of="Recipe")
+        if self.state_of is not None:
+            require("state_of", self.state_of, Recipe, "a recipe, or None", of="Recipe")
         for name, operands in self.products.items():
             high = [not q.scaling.quantizes for q in operands]
             if any(high) and not all(high) and not self._is_straight_through(name):
@@ -132,11 +137,17 @@ class Recipe:
                     f"recipe rotates one operand of {name} and not the other: {operands}; use HadamardScaling for both"
                 )
         for name, second_use in _SECOND_USES.items():
-            first, second = getattr(self, name), getattr(self, second_use)
-            if second is not None and second.scaling.memory is not None and second != first:
+            row, second = getattr(self.state_of or self, name), getattr(self, second_use)
+            if second is not None and second.scaling.memory is not None and second != row:
                 raise ValueError(
-                    f"recipe has {second_use}={second}, whose scaling keeps state, and {name}={first}: an operand has "
+                    f"recipe has {second_use}={second}, whose scaling keeps state, and {name}={row}: an operand has "
                     f"one state, so leave {second_use} as None, or give it a stateless scaling"
+                )
+            first: Quantization = getattr(self, name)
+            if first.scaling.stores_scale and (first.scaling, first.format) != (row.scaling, row.format):
+                raise ValueError(
+                    f"recipe has {name}={first}, which takes its scale from a state, while the recipe state_of has "
+                    f"{name}={row}: give both the same scaling and format, or this one a stateless scaling"
                 )
         for quantization in (self.output_grad, self.output_grad_for_wgrad or self.output_grad):
             scaling = quantization.scaling
@@ -234,8 +245,9 @@ class Recipe:
 
     @functools.cached_property
     def scalings(self) -> tuple[AbstractScaling, AbstractScaling, AbstractScaling]:
-        """The operands' scalings in the order in which state stores them."""
-        return (self.input.scaling, self.kernel.scaling, self.output_grad.scaling)
+        """The scalings whose state ops keep, in the order in which state stores them."""
+        input, kernel, output_grad = (self.state_of or self).operands
+        return (input.scaling, kernel.scaling, output_grad.scaling)
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -245,12 +257,14 @@ class Recipe:
 
     @functools.cached_property
     def limits(self) -> tuple[float, ...]:
-        """The largest value of each operand's format, in that order."""
-        return tuple(q.format.max for q in self.operands)
+        """The largest value of each operand's format in the state, in that order."""
+        return tuple(q.format.max for q in (self.state_of or self).operands)
 
     @property
     def scale_rounding(self) -> str:
         """How scales of whole tensors are rounded where they multiply; empty if the recipe has none."""
+        if self.kernel.scaling.exact_scales:
+            return ""
         if not any(scaling.stores_scale or scaling.rounds_scale for scaling in self.scalings):
             return ""
         kernel = SCALE_BITS["kernel"]
@@ -275,6 +289,8 @@ class Recipe:
     @property
     def observed(self) -> "Recipe":
         """This recipe in high precision, recording what its state needs."""
+        if self.state_of is not None:
+            return self.state_of.observed
 
         def observe(quantization: Quantization) -> Quantization:
             scaling = quantization.scaling
@@ -293,7 +309,20 @@ class Recipe:
         first = {name: measure(getattr(self, name)) for name in _SECOND_USES}
         # A second use that is as the first stays so: both then share what is quantized.
         second = {use: first[name] for name, use in _SECOND_USES.items() if getattr(self, use) == getattr(self, name)}
-        return dataclasses.replace(self, **first, **second)
+        if self.state_of is None:
+            return dataclasses.replace(self, **first, **second)
+        # The state's rows measure operands in the formats that they have here.
+        input, kernel, output_grad = (
+            dataclasses.replace(row, scaling=MeasuredScaling(row.scaling, operand.format))
+            for row, operand in zip(self.state_of.operands, self.operands, strict=True)
+        )
+        rows = Recipe(input, kernel, output_grad)
+        of_state = {
+            use: getattr(rows, name)
+            for name, use in _SECOND_USES.items()
+            if use not in second and getattr(self, use) == getattr(self.state_of, name)
+        }
+        return dataclasses.replace(self, **first, **second, **of_state, state_of=rows)
 
     def forward_only(self, *, dequantized: bool = False) -> "Recipe":
         """fprop as in this recipe; dgrad and wgrad in high precision.
@@ -324,9 +353,42 @@ class Recipe:
             return Recipe(self.input, self.kernel, high)
         return Recipe(self.input, self.kernel, high, input_for_wgrad=high, kernel_for_dgrad=high)
 
+    def backward_only(self) -> "Recipe":
+        """fprop in high precision; dgrad and wgrad as in this recipe, whose state is kept and recorded.
+
+        For the last phase of a run, see `training.Phase`: NVIDIA's recipe for NVFP4 has it while the learning rate
+        decays. `by_name("nvfp4_bprop")` is `by_name("nvfp4").backward_only()`, and so for every name.
+
+        References:
+            arXiv:2509.25149, appendix D.
+
+        Example:
+            >>> print(Recipe.of(MXFP8Scaling()).backward_only())
+            fprop in high precision, dgrad/wgrad MXFP8Scaling E4M3/E4M3
+        """
+        high = Quantization(E4M3, HighPrecision())
+        (_, kernel), (input, _) = self.products["dgrad"], self.products["wgrad"]
+        state_of = (self.state_of or self) if self.is_stateful else None
+        return dataclasses.replace(
+            self, input=high, kernel=high, input_for_wgrad=input, kernel_for_dgrad=kernel, state_of=state_of
+        )
+
+    def with_state_of(self, recipe: "Recipe") -> "Recipe":
+        """This recipe for an op whose state is that of another one, which every step records.
+
+        Args:
+            recipe: The other recipe.
+
+        Raises:
+            ValueError: If this one takes a scale from a state that the other does not keep.
+        """
+        return self if recipe in (self, self.state_of) else dataclasses.replace(self, state_of=recipe)
+
     def _map(self, function: Callable[[Quantization], Quantization]) -> "Recipe":
-        optional = (self.input_for_wgrad, self.kernel_for_dgrad, self.output_grad_for_wgrad)
-        return Recipe(*map(function, self.operands), *(None if q is None else function(q) for q in optional))
+        names = (*_SECOND_USES, *_SECOND_USES.values())
+        changed = {name: function(old) for name in names if (old := getattr(self, name)) is not None}
+        state_of = None if self.state_of is None else self.state_of._map(function)
+        return dataclasses.replace(self, **changed, state_of=state_of)
 
     def with_amax_history_length(self, length: int) -> "Recipe":
         """This recipe with another history length in its delayed scalings.

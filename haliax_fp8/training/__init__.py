@@ -23,6 +23,7 @@ from .monitor import (
     require_finite_step as require_finite_step,
 )
 from .muon import muon_dimensions as muon_dimensions
+from .phases import Phase as Phase
 from .quantized_state import QuantizedState as QuantizedState, quantized_state as quantized_state
 from .step import TrainStep as TrainStep
 from .updates import (

@@ -54,16 +54,30 @@ class Monitor:
         return step % self.steps == 0
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The phases of the run that a state belongs to, for checkpoints: a step knows its own.
+
+    Args:
+        phases: `Phase`s, in their order; none for a run without.
+    """
+
+    phases: tuple[Any, ...] = ()
+
+
 class CountedState(NamedTuple):
-    """The optimizer's state of a step with a monitor, with a count of steps.
+    """The optimizer's state of a step with a monitor or phases, with a count of steps.
 
     Args:
         steps: The number of steps taken; on the host, so that the next step need not wait for this one.
         optimizer: The optimizer's own state.
+        plan: The phases of the step.
     """
 
-    steps: np.ndarray
+    steps: np.ndarray | int
     optimizer: PyTree
+    plan: Plan = Plan()
 
 
 def counted(opt_state: PyTree, *, nested: bool = False) -> CountedState:
@@ -78,8 +92,9 @@ def counted(opt_state: PyTree, *, nested: bool = False) -> CountedState:
     """
     if nested:
         raise ValueError(
-            "monitor measures in some steps, which run a program of their own, but inside jit there is only one. Call "
-            "the step outside jit, or use haliax_fp8.quantization_statistics inside"
+            "monitor and phases have programs of their own for some steps, but inside jit there is only one. Call the "
+            "step outside jit; or use haliax_fp8.quantization_statistics inside, or a step of one phase, "
+            "TrainStep(..., phases=[Phase(0, recipe)])"
         )
     found = opt_state if isinstance(opt_state, CountedState) else CountedState(np.zeros((), np.int64), opt_state)
     return found._replace(steps=np.asarray(found.steps, np.int64))

@@ -41,7 +41,8 @@ from .microbatches import (
     StepInput,
     gradients_of_batch,
 )
-from .monitor import CountedState, Monitor, counted
+from .monitor import CountedState, Monitor, Plan, counted
+from .phases import Phase, as_phases, phase_at, require_counted, require_phases, restored
 from .step_arguments import require_arguments, require_choices, require_key_reaches_loss, require_keys
 from .updates import apply_exact_updates, in_float32, require_bfloat16, require_updatable, trainable_part
 
@@ -87,15 +88,19 @@ class TrainStep(eqx.Module):
             as in `filter_grad`. Turn it off for debuggers, which would see a checkpoint.
         monitor: What to measure in some steps, such as `haliax_fp8.statistics.every(100)`; None measures nothing. Its
             numbers are in `metrics` of these steps. The optimizer's state then counts steps.
+        phases: Recipes from one step to another, such as `[Phase(0, None), Phase(1000)]` for a beginning in high
+            precision; see `Phase`. Each is a compiled program. The optimizer's state counts steps, so that a resumed
+            run is in its phase.
 
     Raises:
         ValueError: If `quantize_kernels` is not a `KernelQuantization` or the name of one, `rules` is not a tuple of
-            rules, or `donate`, `has_aux` or `recompute_in_scans` is not a bool. When called: if another argument is not
-            what it must be, `microbatches` does not divide a batch, `opt_state` belongs to another model, or model or
-            `opt_state` were given to an earlier step with `donate=True`; if `key` is missing for `parameter_rounding`
-            or is meant for `loss_fn`; if the model lacks its state, has quantized kernels or uncalibrated static
-            scales; inside `jit` with a monitor; with `quantize_kernels="once"` and `"gathered_once"` also where the
-            function `quantize_kernels` raises.
+            rules, `phases` are not in order from 0, or `donate`, `has_aux` or `recompute_in_scans` is not a bool. When
+            called: if another argument is not what it must be, `microbatches` does not divide a batch, `opt_state`
+            belongs to another model, or model or `opt_state` were given to an earlier step with `donate=True`; if `key`
+            is missing for `parameter_rounding` or is meant for `loss_fn`; if the model lacks its state, has quantized
+            kernels or uncalibrated static scales; inside `jit` with a monitor or several phases; if a phase does not
+            fit the model, or `opt_state` does not say its step; with `quantize_kernels="once"` and `"gathered_once"`
+            also where the function `quantize_kernels` raises.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
@@ -118,6 +123,7 @@ class TrainStep(eqx.Module):
     has_aux: bool = eqx.field(default=False, static=True)
     recompute_in_scans: bool = eqx.field(default=True, static=True)
     monitor: Monitor | None = eqx.field(default=None, static=True)
+    phases: tuple[Phase, ...] = eqx.field(default=(), static=True, converter=as_phases)
 
     def __check_init__(self) -> None:
         for name in ("donate", "has_aux", "recompute_in_scans"):
@@ -136,7 +142,7 @@ class TrainStep(eqx.Module):
             ValueError: If a step could not train the model: it was made by `serving.quantize_for_inference`, its state
                 was changed or is in another part, or it has quantized kernels; or if `parameter_rounding` is stochastic
                 and it has no parameters in bfloat16, or some in float16; or if the optimizer has a tree of labels
-                that Optax calls, because it is a model.
+                that Optax calls, because it is a model; or if a phase does not fit the model.
         """
         require_whole_model(model, "step.init(model)")
         require_weights(model, "model", "Train the model that it was made from")
@@ -146,10 +152,22 @@ class TrainStep(eqx.Module):
         if self.parameter_rounding.needs_key:
             reason = f"parameter_rounding={self.parameter_rounding} is for bfloat16 parameters"
             require_bfloat16(model, "model", reason)
+        require_phases(model, self.phases, self.rules)
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
         opt_state = self.optimizer.init(self._for_optimizer(trainable_part(model)))
-        return opt_state if self.monitor is None else counted(opt_state)
+        return counted(opt_state)._replace(plan=Plan(self.phases)) if self._counts else opt_state
+
+    def phase(self, opt_state: PyTree) -> Phase | None:
+        """The phase that the next step is in, for a progress line; None for a step without phases.
+
+        Args:
+            opt_state: As in a step.
+        """
+        if len(self.phases) > 1:
+            require_counted(opt_state, self.phases)
+            return phase_at(self.phases, int(opt_state.steps))
+        return self.phases[0] if self.phases else None
 
     def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
         """The XLA options that a step of this model is compiled with, in addition to the environment's flags.
@@ -162,7 +180,8 @@ class TrainStep(eqx.Module):
             *_: The other arguments of a step; ignored.
             device: Where the step runs; by default the device that JAX uses.
         """
-        return training_options(recipes_of(model), Device.default() if device is None else device)
+        models = [phase.applied(model, self.rules) for phase in self.phases] or [model]
+        return training_options(recipes_of(models), Device.default() if device is None else device)
 
     @explained_by(require_choices)
     def calibrate(
@@ -198,7 +217,7 @@ class TrainStep(eqx.Module):
         require_no_quantized_kernels(model)
         inputs = StepInput(batch, key, loss_key)
         require_usable(batch, "batch")
-        model = recorded(model, lambda observed: _overwrites((self._without_monitor, inputs), observed))
+        model = recorded(model, lambda observed: _overwrites((self._program(None, None), inputs), observed))
         require_recorded(model)
         return model
 
@@ -231,17 +250,22 @@ class TrainStep(eqx.Module):
         require_keys(self, batch, key, loss_key)
         optimizer_state = opt_state.optimizer if isinstance(opt_state, CountedState) else opt_state
         leaves, structure = jax.tree.flatten((model, optimizer_state))
-        ops = _checked_ops(structure)
+        nested = any(isinstance(x, Tracer) for x in (*leaves, *jax.tree.leaves((batch, key, loss_key))))
+        if self._counts and nested:
+            counted(opt_state, nested=True)
+        phase = self.phase(opt_state)
+        ops = _checked_ops(structure, self.phases, phase, self.rules)
         require_usable_tables(model, [leaves[position] for position in ops.tables])
         inputs = StepInput(batch, key, loss_key)
-        nested = any(isinstance(x, Tracer) for x in (*leaves, *jax.tree.leaves(inputs)))
         options = {} if nested else training_options(ops.recipes, Device.default())
         compiled = _step(self.donate, tuple(options.items()))
-        if self.monitor is not None:
-            opt_state = counted(opt_state, nested=nested)
+        if self._counts:
+            opt_state = counted(opt_state)
+        if phase is not None and len(self.phases) > 1 and int(opt_state.steps) == phase.start:
+            _logger.info("%s", phase)
         due = self.monitor if self.monitor is not None and self.monitor.is_due(int(opt_state.steps)) else None
-        step = self._without_monitor if due is None else self
-        new, new_optimizer, metrics, measured = compiled((step, inputs), leaves, structure)
+        program = self._program(due, phase)
+        new, new_optimizer, metrics, measured = compiled((program, inputs), leaves, structure)
         # What is static in a compiled step is that of the first model: a model's reasons are those that it came with.
         of_model, _ = structure.children()
         count = of_model.num_leaves
@@ -249,24 +273,32 @@ class TrainStep(eqx.Module):
         optimizer_state = jax.tree.unflatten(new_optimizer, new[count:])
         if due is not None:
             metrics = metrics | due.metrics(measured, due.prefix)
-        is_counted = isinstance(opt_state, CountedState)
-        return model, CountedState(opt_state.steps + 1, optimizer_state) if is_counted else optimizer_state, metrics
+        if isinstance(opt_state, CountedState):
+            optimizer_state = CountedState(opt_state.steps + 1, optimizer_state, Plan(self.phases))
+        return model, optimizer_state, metrics
 
     def _for_optimizer[T](self, tree: T) -> T:
         """Parameters or gradients in the dtype in which the optimizer sees them."""
         return in_float32(tree) if self.parameter_rounding.needs_key else tree
 
     @property
-    def _without_monitor(self) -> "TrainStep":
-        """The step without its monitor, whose program measures nothing."""
-        return self if self.monitor is None else dataclasses.replace(self, monitor=None)
+    def _counts(self) -> bool:
+        """Whether the number of a step decides which program it runs."""
+        return self.monitor is not None or len(self.phases) > 1
+
+    def _program(self, monitor: Monitor | None, phase: Phase | None) -> "TrainStep":
+        """The step that one program is compiled from. Phases that differ in their first step alone share it."""
+        phases = () if phase is None else (dataclasses.replace(phase, start=0),)
+        if (monitor, phases) == (self.monitor, self.phases):
+            return self
+        return dataclasses.replace(self, monitor=monitor, phases=phases)
 
 
 class _Ops(NamedTuple):
     """What a step has to know of a model's FP8 ops. The structure of the model decides all of it.
 
     Args:
-        recipes: Their recipes, each once.
+        recipes: Their recipes in the phase of the step, each once.
         tables: The positions of their tables among the leaves.
     """
 
@@ -275,20 +307,22 @@ class _Ops(NamedTuple):
 
 
 @functools.lru_cache
-def _checked_ops(structure: Any) -> _Ops:
-    """The ops of a model, from the structure of `(model, opt_state)`. Only the first step looks for them.
+def _checked_ops(structure: Any, phases: tuple[Phase, ...], phase: Phase | None, rules: tuple[LayerRule, ...]) -> _Ops:
+    """The ops of a model, from the structure of `(model, opt_state)`. Only the first step of a phase looks for them.
 
     Raises:
         ValueError: If the structure says that a step cannot train the model: it has quantized kernels, or its state is
-            in another part.
+            in another part, or a phase does not fit it.
     """
     # Every leaf becomes its position.
     model, _ = jax.tree.unflatten(structure, range(structure.num_leaves))
     require_no_quantized_kernels(model)
     require_whole_state(model)
+    require_phases(model, phases, rules)
     tables: list[Any] = [op.state.table.array for op in all_ops(model) if op.state is not None]
     # Static scales may be in another part.
-    return _Ops(tuple(recipes_of(model)), tuple(position for position in tables if position is not None))
+    recipes = recipes_of(model if phase is None else phase.applied(model, rules))
+    return _Ops(tuple(recipes), tuple(position for position in tables if position is not None))
 
 
 def fp8_train_step(
@@ -344,8 +378,11 @@ def _overwrites(not_donated: tuple[TrainStep, StepInput], model: Any) -> Any:
 
 
 def _gradients(step: TrainStep, inputs: StepInput, model: Any) -> tuple[BatchGradients, Any]:
-    """Loss and gradients of a step's batch; and its monitor's measurements."""
-    evaluated = model if step.monitor is None else step.monitor.measuring(model, step.rules)
+    """Loss and gradients of a step's batch, in its one phase, if any; and its monitor's measurements."""
+    of_phase = model
+    for phase in step.phases:
+        of_phase = phase.applied(of_phase, step.rules)
+    evaluated = of_phase if step.monitor is None else step.monitor.measuring(of_phase, step.rules)
     # When mapped over devices' parts, each product would quantize its kernel for every part, and XLA would gather it in
     # high precision.
     once = step.quantize_kernels is not KernelQuantization.IN_EACH_MICROBATCH or step.reduce_gradients is not None
@@ -361,8 +398,13 @@ def _gradients(step: TrainStep, inputs: StepInput, model: Any) -> tuple[BatchGra
         has_aux=step.has_aux,
         recompute_in_scans=step.recompute_in_scans,
     )
-    if step.monitor is None:
-        return gradients, None
-    without = lambda tree: step.monitor.without_measurements(tree, model)  # pyright: ignore[reportOptionalMemberAccess]
-    plain = BatchGradients(gradients.loss, gradients.aux, without(gradients.overwrites), without(gradients.gradients))
-    return plain, step.monitor.measured(gradients.overwrites)
+    measured = None if step.monitor is None else step.monitor.measured(gradients.overwrites)
+
+    def of_model(tree: Any) -> Any:
+        """Gradients as those of the model, which the optimizer knows."""
+        if step.monitor is not None:
+            tree = step.monitor.without_measurements(tree, of_phase)
+        return restored(tree, model) if step.phases else tree
+
+    overwrites, others = of_model(gradients.overwrites), of_model(gradients.gradients)
+    return BatchGradients(gradients.loss, gradients.aux, overwrites, others), measured

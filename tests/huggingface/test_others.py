@@ -1,5 +1,6 @@
 """PyTorch, Transformers and compressed-tensors read what we export, wherever an environment with them is named."""
 
+import functools
 import os
 import re
 import subprocess
@@ -7,11 +8,13 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from haliax_fp8.huggingface import export_model, serving_tensors
 from haliax_fp8.models import Transformer, TransformerConfig
+from haliax_fp8.recipes import E2M1, E4M3, FolderScaling, OperandUse
 
 
 SCRIPTS = Path(__file__).parents[1] / "others"
@@ -34,6 +37,31 @@ def test_what_other_libraries_wrote_is_imported(tmp_path):
     subprocess.run([str(PYTHON), SCRIPTS / "write_checkpoints.py", tmp_path], check=True)
     read = subprocess.run([sys.executable, SCRIPTS / "read_checkpoints.py", tmp_path], capture_output=True, text=True)
     assert read.returncode == 0, read.stdout + read.stderr
+
+
+# By presets of compressed-tensors: blocks and rule of scales, of weights and of dynamic inputs.
+QUANTIZERS = {
+    "FP8": [("weight", (0, 0), "float32")],
+    "FP8_DYNAMIC": [("weight", (1, 0), "float32"), ("input", (1, 0), "float32")],
+    "FP8_BLOCK": [("weight", (128, 128), "float32"), ("input", (1, 128), "float32")],
+    "MXFP8": [("weight", (1, 32), "e8m0_nearest"), ("input", (1, 32), "e8m0_nearest")],
+    "MXFP4": [("weight", (1, 32), "e8m0_nearest"), ("input", (1, 32), "e8m0_nearest")],
+    "NVFP4": [("weight", (1, 16), "two_levels")],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PYTHON is None, reason="HALIAX_FP8_TORCH_PYTHON names no Python; see tests/others/README.md")
+def test_matrices_are_rounded_as_compressed_tensors_rounds_them(tmp_path):
+    """Weights that moved, so that no scale is known."""
+    subprocess.run([str(PYTHON), SCRIPTS / "write_quantizers.py", tmp_path / "theirs.npz"], check=True)
+    theirs = np.load(tmp_path / "theirs.npz")
+    for preset, operands in QUANTIZERS.items():
+        for operand, block, rule in operands:
+            use = OperandUse(E2M1 if "FP4" in preset else E4M3, contracted=(1,))
+            ours = jax.jit(functools.partial(FolderScaling(block, rule).quantize, use=use))(theirs[operand])
+            np.testing.assert_array_equal(ours.data.astype(np.float32), theirs[f"{preset}/{operand}"])
+            np.testing.assert_array_equal(ours.scale.ravel(), theirs[f"{preset}/{operand}_scale"].ravel())
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 from haliax_fp8._numerics.quantized_array import QuantizedArray
+from haliax_fp8._product.contraction import scaled_dot_general
 from haliax_fp8._product.dimensions import DotDimensions
 from haliax_fp8._product.scaled_product import scaled_product
 
@@ -48,6 +49,12 @@ def test_a_program_has_what_its_platforms_compute(bits, on_cuda):
         r"dot_general.*-> tensor<\d+x\d+x(\w+)>", function.trace(*args).lower(lowering_platforms=platforms).as_text()
     )
     assert [written((platform,)) for platform in ("cpu", "tpu", "rocm")] == [["f32"]] * 3
+    # A CPU multiplies bfloat16 faster, and sums it in float32; the other platforms multiply FP8.
+    read = lambda platform: re.findall(
+        r"dot_general.*: \(tensor<\d+x\d+x(\w+)>", function.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    )
+    on_cpu = "bf16" if bits == 1 else "f8E4M3FN"
+    assert [read(platform) for platform in ("cpu", "tpu", "cuda")] == [[on_cpu], ["f8E4M3FN"], ["f8E4M3FN"]]
     assert written(("cuda",)) == [on_cuda]
     # A program for both decides when it runs.
     assert set(written(("cpu", "cuda"))) == {"f32", on_cuda}
@@ -86,6 +93,40 @@ def test_mapped_operands_and_scales(inner):
         expected = exact(*whole).astype(ml_dtypes.bfloat16)
         expected = expected[0] if outer == (None, None, None) else expected
         np.testing.assert_array_equal(jax.jit(function)(a, b, scale), expected)
+
+
+@pytest.mark.parametrize("members", [(4, 4), (4, 1)])
+@pytest.mark.parametrize(("bits", "on_cuda"), [(1, "bf16"), (24, "f32")])
+def test_members_multiply_as_one_product_does(members, bits, on_cuda):
+    """On a GPU the batched product of an ensemble is in bfloat16 too, and its scales need no launch in float32."""
+    shapes = (ROWS, SUMMED), (SUMMED, COLUMNS)
+    dims = DotDimensions.of((((2,), (1,)), ((0,), (0,))), *((4, *shape) for shape in shapes))
+    scales = [2.0 ** jnp.arange(-1, count - 1, dtype=jnp.float32) for count in members]
+    arrays = [data(i, 4, *shape) for i, shape in enumerate(shapes)]
+
+    def product(*arrays):
+        a, b = (
+            QuantizedArray(x, scale[:, None, None], scale_bits=bits) for x, scale in zip(arrays, scales, strict=True)
+        )
+        return scaled_dot_general(a, b, dims, lax.Precision.HIGHEST, BFLOAT16, None)
+
+    expected = exact(arrays[0], arrays[1], np.multiply(*np.broadcast_arrays(*map(np.asarray, scales))))
+    np.testing.assert_array_equal(jax.jit(product)(*arrays), expected.astype(ml_dtypes.bfloat16))
+    text = jax.jit(product).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"dot_general.*-> tensor<\d+x\d+x\d+x(\w+)>", text) == [on_cuda]
+
+
+def test_rows_with_a_scale_each_are_multiplied_in_float32():
+    """Scales along a free axis do not belong to members."""
+    a, b = data(0, ROWS, SUMMED), data(1, SUMMED, COLUMNS)
+    dims = DotDimensions.of((((1,), (0,)), ((), ())), a.shape, b.shape)
+    scale = 2.0 ** jnp.arange(ROWS, dtype=jnp.float32)
+    rows = QuantizedArray(a, scale[:, None], scale_bits=1)
+    columns = QuantizedArray(b, jnp.ones((1, 1)), scale_bits=1)
+    out = scaled_dot_general(rows, columns, dims, lax.Precision.HIGHEST, BFLOAT16, None)
+    np.testing.assert_array_equal(
+        out, (exact(a, b, np.float64(1)) * np.asarray(scale)[:, None]).astype(ml_dtypes.bfloat16)
+    )
 
 
 def test_an_axis_of_one_operand_makes_no_copies_of_the_other():

@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import equations, float64, state_is_constant, unchecked
+from helpers import assert_same, equations, float64, state_is_constant, unchecked
 
 import haliax_fp8 as fp8
+from haliax_fp8.checkpoints import load_into, save
 from haliax_fp8.recipes import HighPrecision, MXFP8Scaling, Quantization, by_name, named
 from haliax_fp8.statistics import Problem, diagnose
 
@@ -176,3 +177,59 @@ def test_the_diagnosis_of_another_loss_names_the_recipe():
     assert any(
         f.operand == "output_grad" and f.problem is Problem.JUMP and "_fprop" in f.advice for f in found.findings
     )
+
+
+# --- The backward pass alone ---
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in ("delayed", "nvfp4") else pytest.mark.more) for x in named]
+)
+def test_backward_only_multiplies_forward_in_high_precision_and_backward_as_the_recipe(name):
+    """Its output is the plain product; its gradients, what the state records, and the next state are the recipe's."""
+    x, w, g = X, jax.random.normal(jax.random.key(3), (16, 32)), jax.random.normal(jax.random.key(4), (64, 32))
+    dimensions = (((1,), (0,)), ((), ()))
+
+    def gradients(recipe):
+        op = fp8.with_rounding_keys(fp8.Fp8DotGeneral.init(recipe), KEY)
+        if op.state is not None:
+            op = dataclasses.replace(op, state=op.state.with_scale(jnp.array([0.02, 0.01, 0.001], jnp.float32)))
+        multiply = lambda of: jnp.sum(g * of[0](of[1], of[2], dimensions))
+        return op, fp8.filter_grad(multiply)((op, x, w))
+
+    op, (of_op, dx, dw) = gradients(f"{name}_bprop")
+    np.testing.assert_array_equal(op(x, w, dimensions), jax.lax.dot_general(x, w, dimensions))
+    _, (of_recipe, *expected) = gradients(name)
+    for ours, theirs in zip((dx, dw, *jax.tree.leaves(of_op)), (*expected, *jax.tree.leaves(of_recipe)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_backward_only_keeps_and_loads_the_state_of_its_recipe(tmp_path):
+    recipe = fp8.Recipe.of(fp8.DelayedScaling(amax_history_length=4))
+    step, model, state, _ = trained(recipe)
+    backward_only = fp8.fp8_linear_layers(PLAIN, recipe=recipe.backward_only())
+    save(tmp_path / "model.safetensors", model)
+    loaded, report = load_into(backward_only, tmp_path / "model.safetensors")
+    assert_same(jax.tree.leaves(loaded), jax.tree.leaves(model))
+    assert "input_for_fprop, kernel_for_fprop" in report.changed["layers.0.dot_general.state.table"]
+    # Calibration and statistics take it as they take the recipe.
+    calibrated = [step.calibrate(fp8.fp8_linear_layers(PLAIN, recipe=x), X) for x in (recipe, recipe.backward_only())]
+    assert_same(*map(jax.tree.leaves, calibrated))
+    measured = fp8.quantization_statistics(loaded, loss_fn, X)["layers.0"]
+    assert float(measured.error[0]) == 0.0 < float(measured.error[2])
+    assert "6 products in FP8, 3 in high precision" in fp8.describe(loaded).summary
+
+
+def test_a_state_is_that_of_the_scalings_that_read_it():
+    delayed, rowwise = fp8.Recipe.of(fp8.DelayedScaling()), by_name("rowwise")
+    assert rowwise.with_state_of(delayed).scalings == delayed.scalings and delayed.with_state_of(delayed) is delayed
+    assert (
+        rowwise.backward_only().state_of is None
+        and delayed.backward_only().backward_only().scalings == delayed.scalings
+    )
+    for other in (fp8.DelayedScaling(margin=1), fp8.DelayedScaling(8)):
+        with pytest.raises(ValueError, match="takes its scale from a state.*stateless scaling"):
+            fp8.Recipe.of(other).with_state_of(delayed)
+    with unchecked(), pytest.raises(ValueError, match="state_of='delayed'"):
+        dataclasses.replace(rowwise, state_of="delayed")
+    assert by_name("tensorwise_bprop") == by_name("current").backward_only()

@@ -44,7 +44,7 @@ WITH_OCP_FORMATS = ("l4", "l40s", "rtx4090", "h100", "h200", "b200", "gb200", "m
 WITH_BLOCKS_OF_32 = ("b200", "gb200", "mi350x", "mi355x")
 NATIVE = {(recipe, device) for recipe in OUTSIDE_THE_SUM for device in WITH_OCP_FORMATS}
 # DeepSeek's scales are powers of two, and its blocks are whole blocks of 32.
-IN_BLOCKS_OF_32 = ("mxfp8", "deepseek", "mxfp4_mxfp8")
+IN_BLOCKS_OF_32 = ("mxfp8", "mxfp8_square", "deepseek", "mxfp4_mxfp8")
 NATIVE |= {(recipe, device) for recipe in IN_BLOCKS_OF_32 for device in WITH_BLOCKS_OF_32}
 # NVFP4's blocks of 16 are NVIDIA's alone.
 IN_BLOCKS_OF_16 = ("nvfp4",)

@@ -22,6 +22,7 @@ from .delayed import (
     quantize_by_stored_scale as quantize_by_stored_scale,
     scale_of_amax as scale_of_amax,
 )
+from .folder import FolderScales as FolderScales, FolderScaling as FolderScaling
 from .hadamard import HadamardScaling as HadamardScaling
 from .high_precision import HighPrecision as HighPrecision
 from .measured import (

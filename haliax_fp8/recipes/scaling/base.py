@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from jax import lax
 from jaxtyping import Array, Float, Float32, Key
@@ -30,6 +30,7 @@ class OperandUse(NamedTuple):
         contiguous_sum: Whether the product sums over the last contracted axis as a whole. A grouped product does not:
             there, neighbours may belong to different groups.
         scale_bits: How many significant bits a scale for the whole tensor may have, see `QuantizedArray`.
+        folder: Of a kernel from a published folder, the `FolderScales` there; else None.
     """
 
     format: Format
@@ -40,6 +41,7 @@ class OperandUse(NamedTuple):
     key: Key[Array, "*ensemble"] | None = None
     contiguous_sum: bool = True
     scale_bits: int = 24
+    folder: Any = None
 
     @property
     def ensemble(self) -> int:
@@ -123,6 +125,9 @@ class AbstractScaling(abc.ABC):
 
     Stored scales are rounded too, but where they are read from the state.
     """
+
+    exact_scales: ClassVar[bool] = False
+    """Of a kernel's scaling: whether products in bfloat16 too take stored scales as they are, and not rounded up."""
 
     gradient_format: ClassVar[Format] = E5M2
     """The format that output gradients take with this scaling, unless a recipe says otherwise."""

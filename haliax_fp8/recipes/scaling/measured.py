@@ -160,6 +160,11 @@ class MeasuredScaling(AbstractScaling):
         return self.scaling.per_axis
 
     @property
+    def exact_scales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether products in bfloat16 take its stored scales as they are."""
+        return self.scaling.exact_scales
+
+    @property
     def cast_cost(self) -> CastCost:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The cost of that scaling; measuring is not a cast."""
         return self.scaling.cast_cost

@@ -79,14 +79,14 @@ class MXFP8Scaling(AbstractScaling):
         """Quantizes with the amax of each block of 32."""
         block = block_shape(x.shape, 32, use, square=self.square, padding=self.padding, scaling=self)
         amax = blockwise_amax(use.counted(x), block)
-        exponent = self._exponent(amax, use.format)
+        exponent = self.exponent(amax, use.format)
         # Above 2**-127, which is subnormal, and flushed to zero by some devices; a block of zeros may have it.
         normal = jnp.maximum(exponent, 1)
         data = use.cast(lax.div(x.astype(jnp.float32), expand(power_of_two(normal), x.shape, block)))
         scale = power_of_two(jnp.where(amax == 0.0, 0, normal))
         return QuantizedArray(data, scale, block, scale_bits=1)
 
-    def _exponent(self, amax: Float32[Array, "*blocks"], format: Format) -> Int32[Array, "*blocks"]:
+    def exponent(self, amax: Float32[Array, "*blocks"], format: Format) -> Int32[Array, "*blocks"]:
         """The biased exponent of the scale; 0 or less where the scale would be too small."""
         if self.scale_rounding == "up":
             return e8m0_exponent(amax * np.float32(1.0 / format.max)).astype(jnp.int32)
