@@ -16,9 +16,10 @@ from .._numerics.quantized_array import QuantizedArray, factors_out
 from .._numerics.stored_array import StoredArray
 from .._state.record import operand_scales
 from .._state.table import numbers_of
-from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
+from ..recipes.recipe import OPERAND_NAMES, OPERANDS, USES, OperandName, ProductName
 from ..recipes.scaling import Members, OperandUse, of_all_elements
 from ..recipes.scaling.high_precision import unscaled
+from .blackwell.quantize import in_one_pass
 from .kernel_for_products import KernelForProducts
 from .scaled_product import FLOAT32, each_row_scaled
 from .spec import ProductSpec
@@ -97,6 +98,8 @@ def quantize_operand(
     members: Members,
     spec: ProductSpec,
     quantized_kernel: KernelForProducts[Array] | None = None,
+    *,
+    for_both: bool = False,
 ) -> QuantizedArray:
     """An operand in the format that a product takes it in.
 
@@ -109,6 +112,7 @@ def quantize_operand(
         members: Which parts of the operand have a scale each.
         spec: What is static about the product.
         quantized_kernel: The kernel, if it was quantized before.
+        for_both: Whether it is now quantized for its other product too.
     """
     if operand == "kernel" and quantized_kernel is not None:
         quantized_before = quantized_kernel.operand(product)
@@ -127,6 +131,13 @@ def quantize_operand(
         contiguous_sum=product not in spec.contraction.groups,
         scale_bits=spec.scale_bits[operand],
     )
+    if spec.one_pass:
+        other = next(other for other in USES[operand] if other != product)
+        is_alike = for_both and spec.recipe.uses[operand, other] == quantization
+        axes = spec.batched.contracted(other)[OPERANDS[other].index(operand)] if is_alike else None
+        quantized = in_one_pass(x, scaling, use, axes)
+        if quantized is not None:
+            return quantized
     quantized = scaling.quantize(x, use)
     return dataclasses.replace(quantized, scale=jnp.float32(1.0)) if spec.contraction.applies_scales else quantized
 

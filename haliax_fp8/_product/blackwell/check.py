@@ -1,0 +1,2 @@
+def check_once(device):
+    return None
