@@ -143,7 +143,7 @@ def _bind(
     a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions, dtype: np.dtype, blocks: Blocks, *scale: Array
 ) -> Float[Array, "..."]:
     """The primitive; `scale` is that of both tensors, if the product applies it."""
-    operands = *_in_blocks(a, dimensions.lhs_contract[-1], blocks), *_in_blocks(b, dimensions.rhs_contract[-1], blocks)
+    operands = *in_blocks(a, dimensions.lhs_contract[-1], blocks), *in_blocks(b, dimensions.rhs_contract[-1], blocks)
     operands = [as_varying(x, (*operands, *scale)) for x in (*operands, *scale)]
     has_vector = any(
         math.prod([x.data.shape[axis] for axis in axes]) == 1
@@ -184,7 +184,7 @@ def _means(blocks: Blocks, has_vector: bool) -> "tuple[Means, Means]":
     return alone, Means.SCALED_MATMUL if has_mx else Means.DEQUANTIZED
 
 
-def _in_blocks(x: QuantizedArray, last: int, kind: Blocks) -> tuple[Float[Array, "*shape"], UInt8[Array, "*blocks"]]:
+def in_blocks(x: QuantizedArray, last: int, kind: Blocks) -> tuple[Float[Array, "*shape"], UInt8[Array, "*blocks"]]:
     """Data padded with zeros to whole blocks along an axis; and the bits of each block's scale."""
     size = x.data.shape[last]
     padding = -size % kind.size

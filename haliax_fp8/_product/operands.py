@@ -19,7 +19,7 @@ from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES, OPERANDS, USES, OperandName, ProductName
 from ..recipes.scaling import Members, OperandUse, of_all_elements
 from ..recipes.scaling.high_precision import unscaled
-from .blackwell.quantize import in_one_pass
+from .blackwell.quantize import BlockUse, in_one_pass
 from .kernel_for_products import KernelForProducts
 from .scaled_product import FLOAT32, each_row_scaled
 from .spec import ProductSpec
@@ -132,14 +132,21 @@ def quantize_operand(
         scale_bits=spec.scale_bits[operand],
     )
     if spec.one_pass:
-        other = next(other for other in USES[operand] if other != product)
-        is_alike = for_both and spec.recipe.uses[operand, other] == quantization
-        axes = spec.batched.contracted(other)[OPERANDS[other].index(operand)] if is_alike else None
-        quantized = in_one_pass(x, scaling, use, axes)
+        products = [product, *(other for other in USES[operand] if for_both and other != product)]
+        uses = [_block_use(operand, one, spec) for one in products]
+        drawn = [one for one in products if spec.recipe.uses[operand, one].rounding.needs_key]
+        keys = [_key_of(x, key, operand, one, spec) for one in drawn]
+        quantized = in_one_pass(x, use, uses[0], uses[1] if for_both else None, keys)
         if quantized is not None:
             return quantized
     quantized = scaling.quantize(x, use)
     return dataclasses.replace(quantized, scale=jnp.float32(1.0)) if spec.contraction.applies_scales else quantized
+
+
+def _block_use(operand: OperandName, product: ProductName, spec: ProductSpec) -> BlockUse:
+    quantization, contracted = spec.recipe.uses[operand, product], spec.batched.contracted(product)
+    axes = contracted[OPERANDS[product].index(operand)]
+    return BlockUse(quantization.scaling, quantization.format, quantization.rounding, axes, spec.scale_bits[operand])
 
 
 def _key_of(x: Array, key: Array | None, operand: OperandName, product: ProductName, spec: ProductSpec) -> Array:

@@ -248,9 +248,10 @@ def _fprop(
         if operand in spec.residuals_in_high_precision or (operand == "kernel" and quantized_kernel is not None):
             residuals.append(None)
             continue
-        if product != "fprop":
+        if product != "fprop" or quantized[operand].swizzled is not None:
             # 1-D blocks run along what is contracted, so the other product needs the operand quantized anew; now,
-            # while it is there in high precision.
+            # while it is there in high precision. And what a GPU kernel has written lies as one product reads it.
+            product = USES[operand][1]
             quantized[operand] = quantize_operand(
                 x, operand, product, scales, key, members[operand], spec, for_both=True
             )

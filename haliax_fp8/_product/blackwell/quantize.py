@@ -1,24 +1,28 @@
 """An operand in blocks, read once for both of its products: by a GPU kernel where one fits, and otherwise by XLA."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.interpreters import mlir
-from jaxtyping import Array, BFloat16
+from jaxtyping import Array, BFloat16, Float32, UInt32
 
 from ..._jax.custom_partitioning import devices_of, has_its_part
 from ..._jax.meshes import aval_of_result
 from ..._jax.primitives import define, mapped_in_front
-from ..._numerics.formats import Format
-from ..._numerics.quantized_array import MX_BLOCK, QuantizedArray
+from ..._numerics.formats import E2M1, E4M3, Format
+from ..._numerics.quantized_array import QuantizedArray
+from ..._numerics.rounding import Rotation, Rounding
 from ..._numerics.stored_array import power_of_two
 from ...devices.device import Device
-from ...recipes.scaling import AbstractScaling, Members, MXFP8Scaling, OperandUse
+from ...recipes.scaling import AbstractScaling, HadamardScaling, Members, MXFP8Scaling, NVFP4Scaling, OperandUse
+from ...recipes.scaling.multiplier import multiplier_of, scale_of
+from ...recipes.scaling.nvfp4 import SMALLEST_SCALE
+from ..blocks import MX, NV, Blocks, in_blocks
 from .check import check_once
 from .tiles import TILE, in_rows
 
@@ -29,131 +33,218 @@ class BlockUse(NamedTuple):
     Args:
         scaling: How it is quantized.
         format: The format of the data.
+        rounding: How they are rounded.
         contracted: The axes that the product sums over, the first or the last ones of the operand.
+        scale_bits: As in `OperandUse`.
     """
 
     scaling: AbstractScaling
     format: Format
+    rounding: Rounding
     contracted: tuple[int, ...]
+    scale_bits: int
+
+    @property
+    def after_rotation(self) -> AbstractScaling:
+        """The scaling of what is rotated, or of the operand."""
+        return self.scaling.scaling if isinstance(self.scaling, HadamardScaling) else self.scaling
+
+    @property
+    def blocks(self) -> Blocks:
+        """The kind of blocks."""
+        return NV if isinstance(self.after_rotation, NVFP4Scaling) else MX
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, int]:
         """The free elements and those that are summed."""
         summed = math.prod(shape[axis] for axis in self.contracted)
         return math.prod(shape) // summed, summed
 
+    def order(self, ndim: int) -> tuple[int, ...]:
+        """The axes of the operand as those of that matrix."""
+        return (*(axis for axis in range(ndim) if axis not in self.contracted), *self.contracted)
+
     def is_trailing(self, ndim: int) -> bool:
-        """Whether the last axes are summed, and so the rows of the matrix that has the operand's order."""
+        """Whether the last axes are summed, so that the operand itself is that matrix, and not its transpose."""
         return self.contracted[-1] == ndim - 1
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a kernel computes what the scaling would, of whole tiles of a matrix."""
+        scaling, count, ndim = self.after_rotation, len(self.contracted), len(shape)
+        ends = tuple(range(count)), tuple(range(ndim - count, ndim))
+        if not 0 < count < ndim or self.contracted not in ends:
+            return False
+        if not all(size and size % TILE == 0 for size in self.matrix(shape)) or shape[self.contracted[-1]] % 32:
+            return False
+        if isinstance(scaling, NVFP4Scaling):
+            is_known = not scaling.four_over_six and not scaling.per_device and self.format == E2M1
+            return is_known and not (self.scaling is not scaling and self.is_trailing(ndim))
+        is_known = isinstance(scaling, MXFP8Scaling) and not scaling.square and scaling.scale_rounding == "up"
+        # The cast to a format that is stored in a wider one is another.
+        is_plain = self.scaling is scaling and self.format.storage == self.format.dtype
+        return is_known and is_plain and not self.rounding.needs_key
 
 
 def in_one_pass(
-    x: Array, scaling: AbstractScaling, use: OperandUse, other: tuple[int, ...] | None
+    x: Array, use: OperandUse, this: BlockUse, other: BlockUse | None, keys: Sequence[Array]
 ) -> QuantizedArray | None:
-    """What `scaling.quantize(x, use)` returns, by a kernel that may serve another use too; None if none fits.
+    """What `this.scaling.quantize(x, use)` returns, by a kernel that may serve another use too; None if none fits.
 
     Two calls for two uses are the same launch: XLA merges them.
 
     Args:
         x: The operand.
-        scaling: How it is quantized.
         use: What is done with it.
-        other: The axes that the operand's other product sums over, if that one takes it too and is quantized now.
+        this: The same, as far as it is static.
+        other: The operand's other use, if it is quantized for that now.
+        keys: The keys of both that round at random, this one's first.
     """
-    uses = [BlockUse(scaling, use.format, axes) for axes in (use.contracted, other) if axes is not None]
-    if not _fits(x, use, uses):
-        return None
+    uses = [this] if other is None or other.blocks != this.blocks else [this, other]
     device = Device.default()
+    is_plain = type(use.members) is Members and not use.ensemble and use.contiguous_sum and x.dtype == jnp.bfloat16
+    # All devices' parts of a tensor have one scale, which no kernel knows.
+    is_whole = not use.devices or this.blocks == MX
+    fitting = [one for one in uses if one.fits(x.shape)]
+    if not (device.is_cuda_from(10.0, below=11.0) and is_plain and is_whole and this in fitting):
+        return None
     check_once(device)
-    uses = sorted(dict.fromkeys(uses), key=lambda one: -one.contracted[-1])
-    index = [one.contracted for one in uses].index(use.contracted)
-    results = quantize_blocks_p.bind(x, uses=tuple(uses), device=device)
-    data, bits, swizzled = results[3 * index : 3 * index + 3]
-    block = tuple(MX_BLOCK if axis == use.contracted[-1] else 1 for axis in range(x.ndim))
-    return QuantizedArray(data, power_of_two(bits.astype(jnp.int32)), block, scale_bits=1, swizzled=swizzled)
-
-
-def _fits(x: Array, use: OperandUse, uses: Sequence[BlockUse]) -> bool:
-    """Whether a kernel computes what the scaling would: whole tiles of a matrix in bfloat16 on a B200."""
-    plain = type(use.members) is Members and not use.ensemble and use.contiguous_sum and not use.rounding.needs_key
-    known = isinstance(scaling := uses[0].scaling, MXFP8Scaling) and dataclasses.replace(scaling, padding=True) == (
-        MXFP8Scaling()
+    drawn = dict(zip([one for one in (this, other) if one and one.rounding.needs_key], keys, strict=True))
+    fitting = sorted(dict.fromkeys(fitting), key=lambda one: -one.contracted[-1])
+    words = [jax.random.key_data(drawn[one]) for one in fitting if one in drawn]
+    results = quantize_blocks_p.bind(x, *words, uses=tuple(fitting), device=device)
+    count = len(results) // len(fitting)
+    data, bits, swizzled, *unit = results[count * fitting.index(this) :][:count]
+    block = tuple(this.blocks.size if axis == this.contracted[-1] else 1 for axis in range(x.ndim))
+    if not unit:
+        return QuantizedArray(data, power_of_two(bits.astype(jnp.int32)), block, scale_bits=1, swizzled=swizzled)
+    scale = lax.bitcast_convert_type(bits, E4M3.dtype).astype(jnp.float32) * unit[0]
+    last = this.contracted[-1]
+    return QuantizedArray(
+        data,
+        scale,
+        block,
+        rotation=None if this.scaling is this.after_rotation else Rotation(last, x.shape[last]),
+        tensor_scale=unit[0],
+        tensor_scale_bits=this.scale_bits,
+        swizzled=swizzled,
     )
-    if not (plain and known and x.dtype == jnp.bfloat16 and use.format.storage == use.format.dtype):
-        return False
-    return Device.default().is_cuda_from(10.0, below=11.0) and all(_is_matrix(x.shape, one) for one in uses)
-
-
-def _is_matrix(shape: tuple[int, ...], use: BlockUse) -> bool:
-    count, ndim = len(use.contracted), len(shape)
-    if not 0 < count < ndim or use.contracted not in (tuple(range(count)), tuple(range(ndim - count, ndim))):
-        return False
-    is_tiled = all(size and size % TILE == 0 for size in use.matrix(shape))
-    return is_tiled and shape[use.contracted[-1]] % MX_BLOCK == 0
 
 
 # --- The primitive ----------------------------------------------------------------------------------------------------
 
 
-def by_xla(x: Array, *, uses: tuple[BlockUse, ...], device: Device) -> list[Array]:
-    """For each use the data, the bytes of the scales, and these in cuDNN's order of the matrix."""
-    del device
-    results = []
+def by_xla(x: Array, *words: Array, uses: tuple[BlockUse, ...]) -> list[Array]:
+    """For each use the data, the bytes of the scales, these in cuDNN's order, and in NVFP4 the scale of the tensor.
+
+    Args:
+        x: The operand.
+        *words: Those of the keys, of uses that round at random.
+        uses: What it is quantized for.
+    """
+    results, remaining = [], iter(words)
     for use in uses:
-        quantized = use.scaling.quantize(x, OperandUse(use.format, use.contracted))
-        bits = (lax.bitcast_convert_type(quantized.scale, jnp.uint32) >> 23).astype(jnp.uint8)
+        key = jax.random.wrap_key_data(next(remaining), impl="threefry2x32") if use.rounding.needs_key else None
+        static = OperandUse(use.format, use.contracted, rounding=use.rounding, key=key, scale_bits=use.scale_bits)
+        quantized = use.scaling.quantize(x, static)
+        data, bits = in_blocks(quantized, use.contracted[-1], use.blocks)
+        data = data if use.blocks.data is None else data.astype(use.blocks.data)
         rows, summed = use.matrix(x.shape)
-        free = [axis for axis in range(x.ndim) if axis not in use.contracted]
-        matrix = lax.transpose(bits, (*free, *use.contracted)).reshape(rows, summed // MX_BLOCK)
-        pieces = matrix.reshape(rows // TILE, 4, 32, -1, 4).transpose(0, 3, 2, 1, 4)
-        results += [quantized.data, bits, pieces.reshape(rows // TILE, -1, 4 * TILE)]
+        matrix = lax.transpose(bits, use.order(x.ndim)).reshape(rows // TILE, 4, 32, -1, 4)
+        results += [data, bits, matrix.transpose(0, 3, 2, 1, 4).reshape(rows // TILE, -1, 4 * TILE)]
+        if quantized.tensor_scale is not None:
+            results.append(quantized.tensor_scale)
     return results
 
 
 def by_kernel(
-    x: BFloat16[Array, "*shape"], *, uses: tuple[BlockUse, ...], device: Device, interpret: bool = False
+    x: BFloat16[Array, "*shape"], *words: Array, uses: tuple[BlockUse, ...], interpret: bool = False
 ) -> list[Array]:
-    """The same by a GPU kernel, on one device."""
-    from .mxfp8 import quantize_mxfp8
-
-    del device
-    first = uses[0]
-    trailing = {use.is_trailing(x.ndim): use for use in uses}
+    """The same by GPU kernels, on one device."""
+    first, ndim = uses[0], x.ndim
     rows, summed = first.matrix(x.shape)
-    matrix = x.reshape(rows, summed) if first.is_trailing(x.ndim) else x.reshape(summed, rows)
-    wanted = {"rows": True in trailing, "columns": False in trailing}
-    found = iter(quantize_mxfp8(matrix, first.format, **wanted, interpret=interpret))
+    matrix = x.reshape(rows, summed) if first.is_trailing(ndim) else x.reshape(summed, rows)
+    if first.blocks == MX:
+        from .mxfp8 import quantize_mxfp8
+
+        trailing = [use.is_trailing(ndim) for use in uses]
+        wanted = {"rows": True in trailing, "columns": False in trailing}
+        found, units = quantize_mxfp8(matrix, first.format, **wanted, interpret=interpret), []
+    else:
+        found, units = _in_nvfp4(matrix, words, uses, ndim, interpret=interpret)
     results = []
-    for use in uses:
-        data, swizzled = next(found)
-        free = [axis for axis in range(x.ndim) if axis not in use.contracted]
-        order = (*free, *use.contracted)
-        shape = [x.shape[axis] for axis in order]
-        back = [order.index(axis) for axis in range(x.ndim)]
-        bits = in_rows(swizzled).reshape(*shape[:-1], shape[-1] // MX_BLOCK)
+    for index, (use, (data, swizzled)) in enumerate(zip(uses, found, strict=True)):
+        order = use.order(ndim)
+        shape, back = [x.shape[axis] for axis in order], [order.index(axis) for axis in range(ndim)]
+        if use.blocks.data is not None:
+            data = lax.bitcast_convert_type(data, use.blocks.data)
+        bits = in_rows(swizzled).reshape(*shape[:-1], shape[-1] // use.blocks.size)
         results += [lax.transpose(data.reshape(shape), back), lax.transpose(bits, back), swizzled]
+        if units:
+            results.append(units[index].reshape((1,) * ndim))
     return results
 
 
-def _avals(x: Any, *, uses: tuple[BlockUse, ...], device: Device) -> list[Any]:
-    found = jax.eval_shape(lambda x: by_xla(x, uses=uses, device=device), jax.ShapeDtypeStruct(x.shape, x.dtype))
+def _in_nvfp4(
+    matrix: BFloat16[Array, "rows columns"],
+    words: Sequence[UInt32[Array, "2"]],
+    uses: Sequence[BlockUse],
+    ndim: int,
+    *,
+    interpret: bool,
+) -> tuple[list[tuple[Array, Array]], list[Float32[Array, ""]]]:
+    """What the kernels return for each use, and the scale of the tensor."""
+    from .nvfp4 import Side, amaxes, quantize_nvfp4
+
+    sides, scales, seeds, units, remaining = [], [], [], [], iter(words)
+    for use in uses:
+        scaling = use.after_rotation
+        assert isinstance(scaling, NVFP4Scaling)
+        is_rotated, is_drawn = use.scaling is not scaling, use.rounding.needs_key
+        sides.append(Side(int(use.is_trailing(ndim)), is_rotated, scaling.square, is_drawn))
+        key = jax.random.wrap_key_data(next(remaining), impl="threefry2x32") if is_drawn else None
+        seeds.append(jnp.uint32(0) if key is None else jax.random.bits(key, (), jnp.uint32))
+    # Squares look the same from both sides.
+    different = list(dict.fromkeys(side._replace(axis=1) if side.is_square else side for side in sides))
+    found = dict(zip(different, amaxes(matrix, different, interpret=interpret), strict=True))
+    limit = E4M3.max * E2M1.max
+    for side, use in zip(sides, uses, strict=True):
+        amax = found[side._replace(axis=1) if side.is_square else side]
+        if use.scale_bits < 24:
+            units.append(scale_of(amax, limit, use.scale_bits))
+            multiplier = np.float32(1.0) / units[-1]
+        else:
+            multiplier = multiplier_of(amax, limit)
+            units.append(np.float32(1.0) / multiplier)
+        scales.append(jnp.stack([multiplier / np.float32(E2M1.max), SMALLEST_SCALE * multiplier, units[-1]]))
+    return quantize_nvfp4(matrix, sides, jnp.stack(scales), jnp.stack(seeds), interpret=interpret), units
+
+
+def _avals(x: Any, *words: Any, uses: tuple[BlockUse, ...], device: Device) -> list[Any]:
+    del device
+    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (x, *words)]
+    found = jax.eval_shape(lambda *arrays: by_xla(*arrays, uses=uses), *shapes)
     return [aval_of_result(x, out.shape, out.dtype) for out in found]
 
 
+def _evaluated(*arrays: Array, uses: tuple[BlockUse, ...], device: Device) -> list[Array]:
+    del device
+    return by_xla(*arrays, uses=uses)
+
+
 def _batched(args: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
-    results = jax.vmap(lambda x: by_xla(x, **params))(*mapped_in_front(args, axes))
+    results = jax.vmap(lambda *arrays: _evaluated(*arrays, **params))(*mapped_in_front(args, axes))
     return results, [0] * len(results)
 
 
-def _lowered(context: Any, x: Any, *, device: Device, **params: Any) -> Any:
+def _lowered(context: Any, *arrays: Any, uses: tuple[BlockUse, ...], device: Device) -> Any:
     is_alone = devices_of(context) == 1 or has_its_part(context)
     function: Callable[..., Any] = by_kernel if is_alone else by_xla
     with device.as_default():
-        return mlir.lower_fun(lambda x: function(x, device=device, **params), multiple_results=True)(context, x)
+        return mlir.lower_fun(lambda *arrays: function(*arrays, uses=uses), multiple_results=True)(context, *arrays)
 
 
 quantize_blocks_p = define(
     "fp8_quantize_blocks",
-    function=by_xla,
+    function=_evaluated,
     aval=_avals,
     batch=_batched,
     cuda=_lowered,
