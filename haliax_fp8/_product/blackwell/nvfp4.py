@@ -41,18 +41,20 @@ def amaxes(
     x: BFloat16[Array, "rows columns"], sides: Sequence[Side], *, interpret: bool = False
 ) -> list[Float32[Array, ""]]:
     """The largest magnitude for each side, rotated for some, but for blocks that hold an infinity or NaN."""
-    tiles = x.shape[0] // TILE, x.shape[1] // TILE
-    out = Out(jax.ShapeDtypeStruct(tiles, jnp.int32), pl.BlockSpec((1, 1), lambda i, j: (i, j)))
-    outs = [(out,) for _ in sides]
-    found = call(functools.partial(_amax_body, sides=sides), "amax", x, outs, *_rotations(sides), interpret=interpret)
-    return [_as_float(jnp.max(of_tiles)) for (of_tiles,) in found]
+    tiles, body = (x.shape[0] // TILE, x.shape[1] // TILE), functools.partial(_amax_body, sides=sides)
+    shape = jax.ShapeDtypeStruct((len(sides), *tiles), jnp.int32)
+    # In one array, of which XLA takes the maxima in one launch.
+    out = Out(shape, pl.BlockSpec((len(sides), 1, 1), lambda i, j: (0, i, j)))
+    ((of_tiles,),) = call(body, "amax", x, [(out,)], *_rotations(sides), interpret=interpret)
+    found = _as_float(jnp.max(of_tiles, axis=(1, 2)))
+    return [found[index] for index in range(len(sides))]
 
 
 def quantize_nvfp4(
     x: BFloat16[Array, "rows columns"],
     sides: Sequence[Side],
     scales: Float32[Array, "sides 3"],
-    seeds: UInt32[Array, " sides"],
+    seeds: Sequence[UInt32[Array, ""]],
     *,
     interpret: bool = False,
 ) -> list[tuple[Array, Array]]:
@@ -63,7 +65,7 @@ def quantize_nvfp4(
         sides: How it is quantized.
         scales: For each side, what the amaxes of blocks are multiplied by, the smallest scale but zero, and the
             tensor's scale.
-        seeds: The seed of the hash that rounds a side at random.
+        seeds: The seed of the hash for each side that is rounded at random.
         interpret: Whether Pallas evaluates the GPU kernel on any device, for tests.
 
     Returns:
@@ -72,7 +74,8 @@ def quantize_nvfp4(
     """
     outs = [codes(x.shape, np.dtype(np.uint8), NV_BLOCK, flipped=side.axis == 0, packed=2) for side in sides]
     body = functools.partial(_body, sides=sides, width=x.shape[1])
-    return call(body, "nvfp4", x, outs, *_rotations(sides), scales, seeds, interpret=interpret)
+    others = *_rotations(sides), *([jnp.stack(seeds)] if seeds else []), scales
+    return call(body, "nvfp4", x, outs, *others, interpret=interpret)
 
 
 def _rotations(sides: Sequence[Side]) -> list[Array]:
@@ -82,21 +85,24 @@ def _rotations(sides: Sequence[Side]) -> list[Array]:
 
 
 def _amax_body(x_ref: Any, *refs: Any, sides: Sequence[Side]) -> None:
-    *rotation, x = *(ref[...] for ref in refs[: -len(sides)]), x_ref[...]
-    for side, out in zip(sides, refs[-len(sides) :], strict=True):
+    *rotation, out = refs
+    rotation, x = [ref[...] for ref in rotation], x_ref[...]
+    for index, side in enumerate(sides):
         amax = _amax_of_blocks(_rotated(x, side, rotation), side)
-        out[0, 0] = jnp.max(jnp.where(amax < _INFINITY, amax, 0))
+        out[index, 0, 0] = jnp.max(jnp.where(amax < _INFINITY, amax, 0))
 
 
 def _body(x_ref: Any, *refs: Any, sides: Sequence[Side], width: int) -> None:
     count = 2 * len(sides)
-    *rotation, scales, seeds = refs[:-count]
-    rotation, outs, x = [ref[...] for ref in rotation], iter(refs[-count:]), x_ref[...]
+    *others, scales = refs[:-count]
+    seeds = others.pop() if any(side.is_drawn for side in sides) else None
+    rotation, outs, x = [ref[...] for ref in others], iter(refs[-count:]), x_ref[...]
+    drawn = [side for side in sides if side.is_drawn]
     for index, side in enumerate(sides):
         values = _rotated(x, side, rotation)
         amax = _amax_of_blocks(values, side)
         rounded, inverse = _scale_of_blocks(amax, *(scales[index, i] for i in range(3)), up=side.is_drawn)
-        uniform = _uniform(width, seeds[index]) if side.is_drawn else None
+        uniform = None if seeds is None or not side.is_drawn else _uniform(width, seeds[drawn.index(side)])
         code = _codes(values.astype(jnp.float32) * _expanded(inverse, side), uniform)
         if side.is_square:
             blocks = TILE // NV_BLOCK

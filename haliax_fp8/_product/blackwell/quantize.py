@@ -1,5 +1,6 @@
 """An operand in blocks, read once for both of its products: by a GPU kernel where one fits, and otherwise by XLA."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,8 @@ from ...devices.device import Device
 from ...recipes.scaling import AbstractScaling, HadamardScaling, Members, MXFP8Scaling, NVFP4Scaling, OperandUse
 from ...recipes.scaling.multiplier import multiplier_of, scale_of
 from ...recipes.scaling.nvfp4 import SMALLEST_SCALE
-from ..blocks import MX, NV, Blocks, in_blocks
+from ..blocks import MX, NV, Blocks, block_scaled_dot, in_blocks
+from ..dimensions import DotDimensions
 from .check import check_once
 from .tiles import TILE, in_rows
 
@@ -111,22 +113,38 @@ def in_one_pass(
     fitting = sorted(dict.fromkeys(fitting), key=lambda one: -one.contracted[-1])
     words = [jax.random.key_data(drawn[one]) for one in fitting if one in drawn]
     results = quantize_blocks_p.bind(x, *words, uses=tuple(fitting), device=device)
-    count = len(results) // len(fitting)
-    data, bits, swizzled, *unit = results[count * fitting.index(this) :][:count]
-    block = tuple(this.blocks.size if axis == this.contracted[-1] else 1 for axis in range(x.ndim))
-    if not unit:
-        return QuantizedArray(data, power_of_two(bits.astype(jnp.int32)), block, scale_bits=1, swizzled=swizzled)
-    scale = lax.bitcast_convert_type(bits, E4M3.dtype).astype(jnp.float32) * unit[0]
-    last = this.contracted[-1]
-    return QuantizedArray(
-        data,
-        scale,
-        block,
-        rotation=None if this.scaling is this.after_rotation else Rotation(last, x.shape[last]),
-        tensor_scale=unit[0],
-        tensor_scale_bits=this.scale_bits,
-        swizzled=swizzled,
-    )
+    return as_quantized(results, fitting)[fitting.index(this)]
+
+
+def as_quantized(results: Sequence[Array], uses: Sequence[BlockUse]) -> list[QuantizedArray]:
+    """The operand as it is quantized for each use, from what the primitive returns."""
+    found, count = [], len(results) // len(uses)
+    for index, use in enumerate(uses):
+        data, bits, swizzled, *unit = results[count * index :][:count]
+        last = use.contracted[-1]
+        block = tuple(use.blocks.size if axis == last else 1 for axis in range(data.ndim))
+        if not unit:
+            scale = power_of_two(bits.astype(jnp.int32))
+            found.append(QuantizedArray(data, scale, block, scale_bits=1, swizzled=swizzled))
+            continue
+        rotation = None if use.scaling is use.after_rotation else Rotation(last, data.shape[last])
+        scale = lax.bitcast_convert_type(bits, E4M3.dtype).astype(jnp.float32) * unit[0]
+        two_levels = {"tensor_scale": unit[0], "tensor_scale_bits": use.scale_bits}
+        found.append(QuantizedArray(data, scale, block, rotation=rotation, swizzled=swizzled, **two_levels))
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def quantize_on_device(x: Array, uses: tuple[BlockUse, ...]) -> list[QuantizedArray]:
+    """An operand as it is quantized for some uses on this device; random rounding has the key 0."""
+    words = [jax.random.key_data(jax.random.key(0, impl="threefry2x32")) for use in uses if use.rounding.needs_key]
+    return as_quantized(quantize_blocks_p.bind(x, *words, uses=uses, device=Device.default()), uses)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def scaled_product_on_device(a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions) -> Array:
+    """Their product in bfloat16."""
+    return block_scaled_dot(a, b, dimensions, None, np.dtype(jnp.bfloat16))
 
 
 # --- The primitive ----------------------------------------------------------------------------------------------------
@@ -200,8 +218,9 @@ def _in_nvfp4(
         assert isinstance(scaling, NVFP4Scaling)
         is_rotated, is_drawn = use.scaling is not scaling, use.rounding.needs_key
         sides.append(Side(int(use.is_trailing(ndim)), is_rotated, scaling.square, is_drawn))
-        key = jax.random.wrap_key_data(next(remaining), impl="threefry2x32") if is_drawn else None
-        seeds.append(jnp.uint32(0) if key is None else jax.random.bits(key, (), jnp.uint32))
+        if is_drawn:
+            key = jax.random.wrap_key_data(next(remaining), impl="threefry2x32")
+            seeds.append(jax.random.bits(key, (), jnp.uint32))
     # Squares look the same from both sides.
     different = list(dict.fromkeys(side._replace(axis=1) if side.is_square else side for side in sides))
     found = dict(zip(different, amaxes(matrix, different, interpret=interpret), strict=True))
@@ -215,7 +234,7 @@ def _in_nvfp4(
             multiplier = multiplier_of(amax, limit)
             units.append(np.float32(1.0) / multiplier)
         scales.append(jnp.stack([multiplier / np.float32(E2M1.max), SMALLEST_SCALE * multiplier, units[-1]]))
-    return quantize_nvfp4(matrix, sides, jnp.stack(scales), jnp.stack(seeds), interpret=interpret), units
+    return quantize_nvfp4(matrix, sides, jnp.stack(scales), seeds, interpret=interpret), units
 
 
 def _avals(x: Any, *words: Any, uses: tuple[BlockUse, ...], device: Device) -> list[Any]:
