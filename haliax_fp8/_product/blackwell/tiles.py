@@ -48,7 +48,7 @@ def for_cudnn(scales: Shaped[Array, "rows blocks"]) -> Shaped[Array, "pieces 512
     return scales.reshape(4, 32, -1, 4).transpose(2, 1, 0, 3).reshape(-1, 4 * TILE)
 
 
-def in_rows(swizzled: Shaped[Array, "rows/128 columns/4 512"]) -> Shaped[Array, "rows blocks"]:
+def in_rows(swizzled: Shaped[Array, "tiles pieces 512"]) -> Shaped[Array, "rows blocks"]:
     """The inverse of `for_cudnn`, of all tiles."""
     tiles, pieces, _ = swizzled.shape
     return swizzled.reshape(tiles, pieces, 32, 4, 4).transpose(0, 3, 2, 1, 4).reshape(tiles * TILE, pieces * 4)
