@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from .private import needs
 
@@ -40,8 +40,8 @@ def scaled_matmul(
 def swizzled_matmul(
     lhs: Float[Array, "1 rows sum"],
     rhs: Float[Array, "1 columns sum"],
-    lhs_scale: Float[Array, "1 rows blocks"],
-    rhs_scale: Float[Array, "1 columns blocks"],
+    lhs_scale: Shaped[Array, "1 rows blocks"],
+    rhs_scale: Shaped[Array, "1 columns blocks"],
     *scale: Float[Array, ""],
     dtype: np.dtype,
 ) -> Float[Array, "1 rows columns"]:

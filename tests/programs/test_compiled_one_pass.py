@@ -88,13 +88,15 @@ def test_bytes_of_a_kernel():
     """The preflight counts 2 bytes read, and twice 1 + 1/32 written, of each element that both products take."""
 
     def quantized(layer, x):
+        layer = fp8.cast_params(layer, jnp.bfloat16)
         out, pullback = jax.vjp(lambda layer, x: jax.vmap(layer)(x), layer, x)
         return out, pullback(out)
 
     config = fp8.Fp8Config(recipe="mxfp8", one_pass=True, emulate=True)
     layer = lambda: fp8.fp8_linear_layers(eqx.nn.Linear(WIDTH, HIDDEN, use_bias=False, key=jax.random.key(0)), config)
-    abstract = fp8.cast_params(eqx.filter_eval_shape(layer), jnp.bfloat16)
+    abstract = eqx.filter_eval_shape(layer)
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    abstract = eqx.tree_at(lambda layer: layer.weight, abstract, jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.bfloat16))
     found = inspect_step(quantized, abstract, x, device="b200", other_setting=False)
     both, weight = ROWS * (WIDTH + HIDDEN), WIDTH * HIDDEN
     expected = both * (2 + 2 * (1 + 1 / 32)) + 2 * weight * (2 + 1 + 1 / 32)

@@ -1,5 +1,6 @@
 """An operand in blocks, read once for both of its products: by a GPU kernel where one fits, and otherwise by XLA."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from jaxtyping import Array, BFloat16, Float32, UInt32
 
 from ..._jax.custom_partitioning import devices_of, has_its_part
 from ..._jax.meshes import aval_of_result
+from ..._jax.opaque import as_if_on_one_device
 from ..._jax.primitives import define, mapped_in_front
 from ..._numerics.formats import E2M1, E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray
@@ -257,7 +259,10 @@ def _batched(args: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
 def _lowered(context: Any, *arrays: Any, uses: tuple[BlockUse, ...], device: Device) -> Any:
     is_alone = devices_of(context) == 1 or has_its_part(context)
     function: Callable[..., Any] = by_kernel if is_alone else by_xla
-    with device.as_default():
+    # Pallas asks the mesh in use for the device.
+    mesh = jax.sharding.get_abstract_mesh()
+    is_known = getattr(mesh, "abstract_device", None) is not None
+    with contextlib.nullcontext() if is_known else device.as_default(), as_if_on_one_device():
         return mlir.lower_fun(lambda *arrays: function(*arrays, uses=uses), multiple_results=True)(context, *arrays)
 
 
