@@ -98,7 +98,5 @@ scaled_matmul_p.def_abstract_eval(
 mlir.register_lowering(scaled_matmul_p, _lowered, platform="cuda")
 
 swizzled_matmul_p = Primitive("fp8_swizzled_matmul")
-swizzled_matmul_p.def_abstract_eval(
-    lambda lhs, rhs, *scales, dtype: ShapedArray((*lhs.shape[:2], rhs.shape[1]), dtype)
-)
+swizzled_matmul_p.def_abstract_eval(lambda lhs, rhs, *scales, dtype: ShapedArray((*lhs.shape[:2], rhs.shape[1]), dtype))
 mlir.register_lowering(swizzled_matmul_p, _swizzled_lowered, platform="cuda")

@@ -370,7 +370,7 @@ class Instruction:
 
     @property
     def is_quantizing(self) -> bool:
-        """Whether it is a Pallas kernel of this package that quantizes: its operands are read and its results written."""
+        """Whether it is a Pallas kernel of this package that quantizes, which reads and writes its arrays once."""
         return bool(self.custom_call_name) and f"/{QUANTIZING}" in self.op_name
 
     @property

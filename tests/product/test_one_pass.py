@@ -13,8 +13,8 @@ import haliax_fp8 as fp8
 from haliax_fp8._numerics.formats import E2M1, E4M3, E5M2
 from haliax_fp8._numerics.rounding import Rounding
 from haliax_fp8._product.blackwell.check import wrong_products
-from haliax_fp8._product.blackwell.quantize import BlockUse, as_quantized, by_kernel, by_xla
-from haliax_fp8._product.blackwell.tiles import in_rows
+from haliax_fp8._product.blackwell.primitive import BlockUse, as_quantized, by_kernel, by_xla
+from haliax_fp8._product.blackwell.swizzle import in_rows
 from haliax_fp8.devices import Device
 from haliax_fp8.recipes import HadamardScaling, MXFP8Scaling, NVFP4Scaling
 

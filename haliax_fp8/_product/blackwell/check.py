@@ -14,7 +14,9 @@ from ..._numerics.quantized_array import QuantizedArray
 from ..._numerics.rounding import Rotation, Rounding
 from ...devices.device import Device
 from ...recipes.scaling import HadamardScaling, MXFP8Scaling, NVFP4Scaling
+from ..blocks import block_scaled_dot
 from ..dimensions import DotDimensions
+from .primitive import BlockUse, as_quantized, quantize_blocks_p
 
 
 type Quantize = Callable[[Array, tuple], list[QuantizedArray]]
@@ -35,16 +37,14 @@ def check_once(device: Device) -> None:
     """
     if Device.local() != device:
         return
-    from .quantize import quantize_on_device, scaled_product_on_device
-
     # In a thread of its own, which knows nothing of what is traced here.
     with ThreadPoolExecutor(1) as pool:
-        wrong = pool.submit(lambda: list(wrong_products(quantize_on_device, scaled_product_on_device))).result()
+        wrong = pool.submit(lambda: list(wrong_products(_quantized, _multiplied))).result()
     if wrong:
         raise RuntimeError(
             f"one_pass=True: on this {device.kind}, GPU kernels and cuDNN multiply known numbers incorrectly in "
-            f"{', '.join(wrong)}. Leave it out, Fp8Config(one_pass=False), which quantizes with XLA's own launches; and "
-            "please report the versions of JAX and cuDNN"
+            f"{', '.join(wrong)}. Use Fp8Config(one_pass=False), with which XLA quantizes, and report the versions of "
+            "JAX and cuDNN"
         )
 
 
@@ -55,8 +55,6 @@ def wrong_products(quantize: Quantize, multiply: Multiply) -> Iterator[str]:
         quantize: Quantizes a matrix in bfloat16 for some uses, as `quantize_blocks_p` does.
         multiply: Multiplies two such matrices.
     """
-    from .quantize import BlockUse
-
     rows = DotDimensions.of((((1,), (1,)), ((), ())), (_ROWS, _COLUMNS), (_OTHER, _COLUMNS))
     columns = DotDimensions.of((((0,), (0,)), ((), ())), (_ROWS, _COLUMNS), (_ROWS, _OTHER))
     nearest, drawn, nv, mx = Rounding.TO_NEAREST, Rounding.STOCHASTIC, NVFP4Scaling(), MXFP8Scaling()
@@ -91,3 +89,16 @@ def _known(shape: tuple[int, int], seed: int) -> Float[np.ndarray, "rows columns
     values[(row + column) % 16 == 0] = 6.0
     powers = random.integers(0, 4, (shape[0] // 16, shape[1] // 16))
     return values * 2.0 ** np.kron(powers, np.ones((16, 16)))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _quantized(x: Array, uses: tuple[BlockUse, ...]) -> list[QuantizedArray]:
+    """An operand as it is quantized for some uses on this device; random rounding has the key 0."""
+    words = [jax.random.key_data(jax.random.key(0, impl="threefry2x32")) for use in uses if use.rounding.needs_key]
+    return as_quantized(quantize_blocks_p.bind(x, *words, uses=uses, device=Device.default()), uses)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _multiplied(a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions) -> Array:
+    """Their product in bfloat16."""
+    return block_scaled_dot(a, b, dimensions, None, np.dtype(jnp.bfloat16))

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -11,12 +10,13 @@ from jaxtyping import Array, BFloat16, Int32
 
 from ..._numerics.formats import Format
 from ..._numerics.quantized_array import MX_BLOCK
-from .tiles import TILE, call, codes, for_cudnn
+from .swizzle import TILE, for_cudnn
+from .tiles import call, codes
 
 
 def quantize_mxfp8(
     x: BFloat16[Array, "rows columns"], format: Format, *, rows: bool, columns: bool, interpret: bool = False
-) -> list[tuple[Array, Array]]:
+) -> list[tuple[Array, ...]]:
     """The data and the bytes of scales, as `MXFP8Scaling()` has them.
 
     Args:
@@ -29,7 +29,7 @@ def quantize_mxfp8(
     Returns:
         For each, the data `[rows, columns]`, and the scales in cuDNN's order, see `for_cudnn`.
     """
-    outs = [codes(x.shape, format.storage, MX_BLOCK, flipped=flipped) for flipped in (False, True)]
+    outs = [codes((x.shape[0], x.shape[1]), format.storage, MX_BLOCK, flipped=flipped) for flipped in (False, True)]
     outs = [out for out, is_wanted in zip(outs, (rows, columns), strict=True) if is_wanted]
     body = functools.partial(_body, rows=rows, columns=columns, maximum=format.max)
     return call(body, "mxfp8", x, outs, interpret=interpret)

@@ -17,8 +17,8 @@ from jaxtyping import Array, BFloat16, Float32, Int32, UInt32
 from ..._numerics.formats import E2M1, E4M3
 from ..._numerics.quantized_array import NV_BLOCK
 from ..._numerics.rounding import hashed, rotation_matrix
-from ...recipes.scaling.nvfp4 import SMALLEST_SCALE
-from .tiles import TILE, Out, call, codes, for_cudnn
+from .swizzle import TILE, for_cudnn
+from .tiles import Out, call, codes
 
 
 class Side(NamedTuple):
@@ -57,7 +57,7 @@ def quantize_nvfp4(
     seeds: Sequence[UInt32[Array, ""]],
     *,
     interpret: bool = False,
-) -> list[tuple[Array, Array]]:
+) -> list[tuple[Array, ...]]:
     """The codes, two in a byte, and the bytes of scales, as `NVFP4Scaling` has them.
 
     Args:
@@ -69,10 +69,13 @@ def quantize_nvfp4(
         interpret: Whether Pallas evaluates the GPU kernel on any device, for tests.
 
     Returns:
-        For each side the codes `[rows, columns / 2]`, and the scales in cuDNN's order, see `for_cudnn`; of columns, both
-        of the transpose.
+        For each side the codes `[rows, columns / 2]`, and the scales in cuDNN's order, see `for_cudnn`; along columns,
+        those of the transpose.
     """
-    outs = [codes(x.shape, np.dtype(np.uint8), NV_BLOCK, flipped=side.axis == 0, packed=2) for side in sides]
+    outs = [
+        codes((x.shape[0], x.shape[1]), np.dtype(np.uint8), NV_BLOCK, flipped=side.axis == 0, packed=2)
+        for side in sides
+    ]
     body = functools.partial(_body, sides=sides, width=x.shape[1])
     others = *_rotations(sides), *([jnp.stack(seeds)] if seeds else []), scales
     return call(body, "nvfp4", x, outs, *others, interpret=interpret)

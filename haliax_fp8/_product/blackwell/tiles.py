@@ -10,10 +10,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Shaped
 
 from ..names import QUANTIZING
+from .swizzle import TILE
 
-
-TILE = 128
-"""The rows and columns of a tile. cuDNN reads the scales of 128 rows and 4 blocks as one piece."""
 
 _WARPS = 8
 
@@ -43,17 +41,6 @@ def codes(shape: tuple[int, int], dtype: np.dtype, block: int, *, flipped: bool,
     return data, Out(scales, pl.BlockSpec((1, pieces, 4 * TILE), lambda i, j: (*at(i, j), 0)))
 
 
-def for_cudnn(scales: Shaped[Array, "rows blocks"]) -> Shaped[Array, "pieces 512"]:
-    """The scales of a tile in cuDNN's order: row `32 i + j` and block `4 b + k` are at `[b, 16 j + 4 i + k]`."""
-    return scales.reshape(4, 32, -1, 4).transpose(2, 1, 0, 3).reshape(-1, 4 * TILE)
-
-
-def in_rows(swizzled: Shaped[Array, "tiles pieces 512"]) -> Shaped[Array, "rows blocks"]:
-    """The inverse of `for_cudnn`, of all tiles."""
-    tiles, pieces, _ = swizzled.shape
-    return swizzled.reshape(tiles, pieces, 32, 4, 4).transpose(0, 3, 2, 1, 4).reshape(tiles * TILE, pieces * 4)
-
-
 def call(
     body: Callable[..., None],
     name: str,
@@ -72,7 +59,7 @@ def call(
         *others: Further arguments.
         interpret: Whether Pallas evaluates it on any device.
     """
-    # Triton's, because Mosaic's lowering has no reductions within a row: see the design notes.
+    # Triton's, which JAX deprecates. Mosaic GPU compiles MXFP8 too, with a row of a tile in each thread.
     from jax.experimental.pallas import triton
 
     whole = [pl.BlockSpec(other.shape, lambda i, j, ndim=other.ndim: (0,) * ndim) for other in others]
