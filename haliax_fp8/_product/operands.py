@@ -132,7 +132,10 @@ def quantize_operand(
         scale_bits=spec.scale_bits[operand],
     )
     if spec.one_pass:
-        products: list[ProductName] = [product, *(other for other in USES[operand] if for_both and other != product)]
+        first, second = USES[operand]
+        products: list[ProductName] = [product]
+        if for_both:
+            products.append(second if product == first else first)
         uses = [_block_use(operand, one, spec) for one in products]
         drawn = [one for one in products if spec.recipe.uses[operand, one].rounding.needs_key]
         keys = [_key_of(x, key, operand, one, spec) for one in drawn]

@@ -103,8 +103,7 @@ def test_bytes_of_a_kernel():
     assert found.step.others.bytes == expected and found.step.others.count == 4
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-@pytest.mark.parametrize("way", [in_scan, in_checkpoint])
+@pytest.mark.parametrize(("way", "recipe"), [(in_scan, "mxfp8"), (in_checkpoint, "mxfp8"), (in_scan, "nvfp4")])
 def test_kernels_in_scans_and_checkpoints(way, recipe):
     found = report(recipe, way)
     assert kernels(found) >= 8 and are_in_blocks(found)

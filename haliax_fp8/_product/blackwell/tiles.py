@@ -59,7 +59,8 @@ def call(
         *others: Further arguments.
         interpret: Whether Pallas evaluates it on any device.
     """
-    # Triton's, which JAX deprecates. Mosaic GPU compiles MXFP8 too, with a row of a tile in each thread.
+    # Triton's, which JAX deprecates. Mosaic GPU can express MXFP8, with a row or column of a tile in each thread, and
+    # gives the same bits; but read so, shared memory has conflicts that may take longer than reading the operand.
     from jax.experimental.pallas import triton
 
     whole = [pl.BlockSpec(other.shape, lambda i, j, ndim=other.ndim: (0,) * ndim) for other in others]
