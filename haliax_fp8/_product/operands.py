@@ -133,12 +133,10 @@ def quantize_operand(
     )
     if spec.one_pass:
         first, second = USES[operand]
-        products: list[ProductName] = [product]
-        if for_both:
-            products.append(second if product == first else first)
+        products = (product, second if product == first else first) if for_both else (product,)
         uses = [_block_use(operand, one, spec) for one in products]
-        drawn = [one for one in products if spec.recipe.uses[operand, one].rounding.needs_key]
-        keys = [_key_of(x, key, operand, one, spec) for one in drawn]
+        drawn = zip(products, uses, strict=True)
+        keys = [_key_of(x, key, operand, one, spec) for one, block_use in drawn if block_use.rounding.needs_key]
         quantized = in_one_pass(x, use, uses[0], uses[1] if for_both else None, keys)
         if quantized is not None:
             return quantized
