@@ -48,16 +48,16 @@ MODELS: dict[str, Callable[[Sizes], Any]] = {
 }
 
 
-def _library(recipe: str) -> Library:
-    return dataclasses.replace(
-        LIBRARIES["haliax_fp8"], convert=lambda model: fp8.fp8_linear_layers(model, recipe=recipe)
-    )
+def _library(recipe: str, *, one_pass: bool = False) -> Library:
+    convert = lambda model: fp8.fp8_linear_layers(model, recipe=recipe, one_pass=one_pass)
+    return dataclasses.replace(LIBRARIES["haliax_fp8"], convert=convert)
 
 
 WAYS = {
     "bf16": LIBRARIES["bf16"],
     "haliax.quantization": LIBRARIES["haliax.quantization"],
     **{recipe: _library(recipe) for recipe in ("delayed", "mxfp8", "nvfp4")},
+    **{f"{recipe}, one pass": _library(recipe, one_pass=True) for recipe in ("mxfp8", "nvfp4")},
 }
 
 
@@ -65,7 +65,7 @@ def keyed_gradients(way: str) -> Callable[[Any, hax.NamedArray, jax.Array], Any]
     """The function that is compiled: the gradients of a model, for `nvfp4` with a key to round at random."""
 
     def gradients(model: Any, x: hax.NamedArray, key: jax.Array) -> Any:
-        keyed = lambda model: fp8.with_rounding_keys(model, key) if way == "nvfp4" else model
+        keyed = lambda model: fp8.with_rounding_keys(model, key) if way.startswith("nvfp4") else model
         return WAYS[way].gradient(lambda model, x: loss(keyed(model), x))(model, x)
 
     return gradients

@@ -82,6 +82,7 @@ class Fp8DotGeneral(AbstractOp):
         stack: The axes of the layer stack that the op's layer is in; these are the leading axes of state and key.
         has_key: Whether `key` was given one. Not None instead of zeros: a model keeps its structure when it gets keys.
         kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
+        one_pass: Whether GPU kernels quantize operands in blocks, see `Fp8Config`; also set from the configuration.
         allow_dense_groups: Whether `ragged_dot` may multiply every row by the kernels of all groups where the device
             has no grouped products in FP8, or none for the recipe; also set from the configuration.
         state_per_group: Whether each group of `ragged_dot` has a state of its own; its axis is the last of `stack`.
@@ -119,6 +120,7 @@ class Fp8DotGeneral(AbstractOp):
     stack: tuple[hax.Axis, ...] = eqx.field(static=True, default=())
     has_key: bool = eqx.field(static=True, default=False)
     kernel_residual: KernelResidual = eqx.field(static=True, default=KernelResidual.KEEP)
+    one_pass: bool = eqx.field(static=True, default=False)
     allow_dense_groups: bool = eqx.field(static=True, default=False)
     state_per_group: bool = eqx.field(static=True, default=False)
     quantized_kernel: KernelForProducts[hax.NamedArray] | None = None
@@ -377,4 +379,5 @@ def _spec(
         index_among_sharers=None if state is None else state.index_among_sharers,
         ensemble=int(contraction.state_per_group),
         dgrad_kernel=DgradKernel.of(op.kernel_residual, recipe, contraction, stacked=stacked, before=False),
+        one_pass=op.one_pass,
     )

@@ -13,6 +13,7 @@ __all__ = [
     "FP8_OUTPUT",
     "FP8_RAGGED_DOT",
     "FPROP",
+    "QUANTIZING",
     "ROTATION",
     "SERVED_LINEAR",
     "TRAIN_STEP",
@@ -45,6 +46,9 @@ def tile_in_name(text: str) -> tuple[int, int, int] | None:
     match = re.search(r"fp8_grouped_(\d+)x(\d+)x(\d+)", text)
     return None if match is None else (int(match[1]), int(match[2]), int(match[3]))
 
+
+QUANTIZING: Final = "fp8_quantizing_"
+"""What the names of Pallas kernels begin with that quantize an operand."""
 
 FPROP: Final = "fprop"
 """The scope of the product that gives the output, inside one of the scopes above."""

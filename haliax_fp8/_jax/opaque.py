@@ -8,6 +8,7 @@ that rounds is a primitive here, which refuses to be differentiated.
 and that costs time even if nothing changes.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -174,6 +175,14 @@ def _refuse(primitive: Primitive, primals: Any, tangents: Any, **params: Any) ->
     )
 
 
+def as_if_on_one_device() -> contextlib.AbstractContextManager[Any]:
+    """In this context functions are traced inside `shard_map` as if nothing differed among devices."""
+    with needs("a Pallas kernel inside shard_map"):
+        from jax._src import config
+
+        return config._check_vma(False)
+
+
 def on_one_device(function: Callable[..., Array], *arrays: Array) -> Array:
     """`function(*arrays)`, traced inside `shard_map` as if nothing differed among devices, and opaque to it.
 
@@ -181,11 +190,7 @@ def on_one_device(function: Callable[..., Array], *arrays: Array) -> Array:
     statement of which results do. A Pallas kernel does not communicate, so it need not know; the caller marks the
     result as varying.
     """
-    with needs("a grouped product in a Pallas kernel"):
-        from jax._src import config
-
-        unchecked = config._check_vma
-    with unchecked(False):
+    with as_if_on_one_device():
         avals = [ShapedArray(x.shape, x.dtype) for x in arrays]
         jaxpr = _traced(_on_one_device_p.name, function, lambda *arrays: [function(*arrays)], avals)
     (result,) = _on_one_device_p.bind(*arrays, jaxpr=jaxpr)

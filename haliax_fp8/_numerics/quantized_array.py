@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Float32, Shaped
+from jaxtyping import Array, Float, Float32, Shaped, UInt8
 
 from .._jax.xla import keep_cast, on_cpu
 from ..formats import FORMATS, Format
@@ -46,6 +46,8 @@ class QuantizedArray(eqx.Module):
         tensor_scale: Of scales in two levels the one of the whole tensor, or of each member, with the rank of `data`:
             `scale / tensor_scale` is a value of E4M3, up to the rounding of `scale`. `scale` includes it.
         tensor_scale_bits: The largest number of significant bits of `tensor_scale`.
+        swizzled: The bytes of the scales once more, in the order in which cuDNN reads those of a matrix; None if
+            nothing has written them.
 
     Raises:
         ValueError: If the shapes break the rule.
@@ -63,6 +65,7 @@ class QuantizedArray(eqx.Module):
     rotation: Rotation | None = eqx.field(static=True, default=None)
     tensor_scale: Float32[Array, "*ones"] | None = None
     tensor_scale_bits: int = eqx.field(static=True, default=24)
+    swizzled: UInt8[Array, "tiles pieces 512"] | None = None
 
     def __check_init__(self) -> None:
         if self.scale.ndim:

@@ -171,7 +171,7 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 @functools.cache
-def _matrix() -> np.ndarray:
+def rotation_matrix() -> np.ndarray:
     hadamard = np.ones((1, 1))
     while len(hadamard) < GROUP:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
@@ -207,11 +207,11 @@ class Rotation:
         """The rotated array: of bfloat16 in bfloat16, to which TransformerEngine rounds it too; else in float32."""
         padding = [(0, self.padding if axis == self.axis else 0) for axis in range(x.ndim)]
         x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
-        return self._times(jnp.pad(x, padding), _matrix())
+        return self._times(jnp.pad(x, padding), rotation_matrix())
 
     def undo(self, x: Float[Array, "*padded"]) -> Float32[Array, "*shape"]:
         """Reverses `apply`: rotates back and removes the padding."""
-        return lax.slice_in_dim(self._times(x, _matrix().T), 0, self.length, axis=self.axis)
+        return lax.slice_in_dim(self._times(x, rotation_matrix().T), 0, self.length, axis=self.axis)
 
     def _times(self, x: Array, matrix: np.ndarray) -> Array:
         front, length, back = x.shape[: self.axis], x.shape[self.axis], x.shape[self.axis + 1 :]

@@ -13,10 +13,10 @@ from jax import lax
 from jax.interpreters import mlir
 from jaxtyping import Array, BFloat16, Float, UInt8
 
-from .._jax.custom_partitioning import devices_of, lower_after_partitioning
+from .._jax.custom_partitioning import devices_of, has_its_part, lower_after_partitioning
 from .._jax.meshes import as_varying, aval_of_result
 from .._jax.primitives import define, mapped_in_front, mapped_size, to_front
-from .._jax.scaled_matmul import scaled_matmul
+from .._jax.scaled_matmul import scaled_matmul, swizzled_matmul
 from .._jax.xla import keep_cast, on_cpu, transposed_in_bytes
 from .._numerics.casts import saturating_cast
 from .._numerics.quantized_array import MX_BLOCK, NV_BLOCK, QuantizedArray, expand, in_mx_blocks, in_nv_blocks
@@ -159,14 +159,23 @@ def _bind(
     a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions, dtype: np.dtype, blocks: Blocks, *scale: Array
 ) -> Float[Array, "..."]:
     """The primitive; `scale` is that of both tensors, if the product applies it."""
-    operands = *_in_blocks(a, dimensions.lhs_contract[-1], blocks), *_in_blocks(b, dimensions.rhs_contract[-1], blocks)
+    operands = *in_blocks(a, dimensions.lhs_contract[-1], blocks), *in_blocks(b, dimensions.rhs_contract[-1], blocks)
     operands = [as_varying(x, (*operands, *scale)) for x in (*operands, *scale)]
     has_vector = any(
         math.prod([x.data.shape[axis] for axis in axes]) == 1
         for x, axes in ((a, dimensions.lhs_free), (b, dimensions.rhs_free))
     )
     means = _means(blocks, has_vector)
-    return block_product_p.bind(*operands, dimensions=dimensions, dtype=np.dtype(dtype), means=means, blocks=blocks)
+    params = {"dimensions": dimensions, "dtype": np.dtype(dtype), "means": means, "blocks": blocks}
+    if a.swizzled is None or b.swizzled is None or not _is_plain(dimensions):
+        return block_product_p.bind(*operands, **params)
+    swizzled = [as_varying(x, operands) for x in (a.swizzled, b.swizzled)]
+    return swizzled_product_p.bind(*swizzled, *operands, **params)
+
+
+def _is_plain(dims: DotDimensions) -> bool:
+    """Whether both operands are matrices whose summed axes are in the order in which they are quantized."""
+    return not dims.lhs_batch and all(list(x) == sorted(x) for x in (dims.lhs_contract, dims.rhs_contract))
 
 
 def _means(blocks: Blocks, has_vector: bool) -> "tuple[Means, Means]":
@@ -191,7 +200,7 @@ def _means(blocks: Blocks, has_vector: bool) -> "tuple[Means, Means]":
     return alone, Means.SCALED_MATMUL if has_mx else Means.DEQUANTIZED
 
 
-def _in_blocks(x: QuantizedArray, last: int, kind: Blocks) -> tuple[Float[Array, "*shape"], UInt8[Array, "*blocks"]]:
+def in_blocks(x: QuantizedArray, last: int, kind: Blocks) -> tuple[Float[Array, "*shape"], UInt8[Array, "*blocks"]]:
     """Data padded with zeros to whole blocks along an axis; and the bits of each block's scale."""
     size = x.data.shape[last]
     padding = -size % kind.size
@@ -360,6 +369,38 @@ def _lowered_on_rocm(context: Any, *operands: Any, **params: Any) -> Any:
     return _lowered_elsewhere(context, *operands, **params)
 
 
+def _swizzled_batched(args: Any, axes: Any, **params: Any) -> tuple[Array, int]:
+    return _batched(args[2:], axes[2:], **params)
+
+
+def _swizzled_lowered(context: Any, *operands: Any, dimensions: DotDimensions, dtype: np.dtype, **params: Any) -> Any:
+    blocks: Blocks = params["blocks"]
+    if devices_of(context) > 1 and not has_its_part(context):
+        by_xla = functools.partial(_without_swizzled, dimensions=dimensions, dtype=dtype, **params)
+        return mlir.lower_fun(by_xla, multiple_results=False)(context, *operands)
+
+    def product(swizzled_a: Array, swizzled_b: Array, a: Array, _: Array, b: Array, __: Array, *scale: Array) -> Array:
+        matrices = []
+        for x, swizzled, free, contracted in (
+            (a, swizzled_a, dimensions.lhs_free, dimensions.lhs_contract),
+            (b, swizzled_b, dimensions.rhs_free, dimensions.rhs_contract),
+        ):
+            rows = math.prod(x.shape[axis] for axis in free)
+            data = lax.transpose(x, (*free, *contracted)).reshape(1, rows, -1)
+            scales = lax.bitcast_convert_type(swizzled, blocks.scale).reshape(1, rows, -1)
+            matrices.append((data, scales))
+        (lhs, lhs_scales), (rhs, rhs_scales) = matrices
+        out = swizzled_matmul(lhs, rhs, lhs_scales, rhs_scales, *scale, dtype=dtype)
+        return out.reshape(dimensions.out_shape(a.shape, b.shape))
+
+    return mlir.lower_fun(product, multiple_results=False)(context, *operands)
+
+
+def _without_swizzled(swizzled_a: Array, swizzled_b: Array, *operands: Array, **params: Any) -> Array:
+    del swizzled_a, swizzled_b
+    return block_product_p.bind(*operands, **params)
+
+
 _NAME = "a product with a scale for each block (recipes such as mxfp8, deepseek and nvfp4)"
 
 block_product_p = define(
@@ -370,5 +411,16 @@ block_product_p = define(
     cuda=_lowered,
     rocm=_lowered_on_rocm,
     tpu=_lowered_on_tpu,
+    with_devices=True,
+)
+
+# The same, with the scales once more in cuDNN's order in front: where it multiplies on one device, XLA need not reorder
+# them.
+swizzled_product_p = define(
+    "fp8_swizzled_product",
+    function=_without_swizzled,
+    aval=lambda _, __, *operands, **params: _aval(*operands, **params),
+    batch=_swizzled_batched,
+    cuda=_swizzled_lowered,
     with_devices=True,
 )

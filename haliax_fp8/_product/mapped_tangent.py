@@ -148,4 +148,4 @@ def _with_axis(x: QuantizedArray, axes: Any, size: int, position: int, *, each_i
         block = (*block[:position], 1 if scale.shape[position] == size else size, *block[position:])
     if rotation is not None and rotation.axis >= position:
         rotation = dataclasses.replace(rotation, axis=rotation.axis + 1)
-    return dataclasses.replace(x, data=data, scale=scale, block=block, rotation=rotation)
+    return dataclasses.replace(x, data=data, scale=scale, block=block, rotation=rotation, swizzled=None)

@@ -16,9 +16,10 @@ from .._numerics.quantized_array import QuantizedArray, factors_out
 from .._numerics.stored_array import StoredArray
 from .._state.record import operand_scales
 from .._state.table import numbers_of
-from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
+from ..recipes.recipe import OPERAND_NAMES, OPERANDS, USES, OperandName, ProductName
 from ..recipes.scaling import FolderScales, Members, OperandUse, of_all_elements
 from ..recipes.scaling.high_precision import unscaled
+from .blackwell.quantize import BlockUse, in_one_pass
 from .kernel_for_products import KernelForProducts
 from .scaled_product import FLOAT32, each_row_scaled
 from .spec import ProductSpec
@@ -98,6 +99,8 @@ def quantize_operand(
     spec: ProductSpec,
     quantized_kernel: KernelForProducts[Array] | None = None,
     folder: FolderScales[Array] | None = None,
+    *,
+    for_both: bool = False,
 ) -> QuantizedArray:
     """An operand in the format that a product takes it in.
 
@@ -111,6 +114,7 @@ def quantize_operand(
         spec: What is static about the product.
         quantized_kernel: The kernel, if it was quantized before.
         folder: Its scales in a published folder, if it has any.
+        for_both: Whether it is now quantized for its other product too.
     """
     if operand == "kernel" and quantized_kernel is not None:
         quantized_before = quantized_kernel.operand(product)
@@ -130,8 +134,23 @@ def quantize_operand(
         scale_bits=spec.scale_bits[operand],
         folder=folder,
     )
+    if spec.one_pass:
+        first, second = USES[operand]
+        products = (product, second if product == first else first) if for_both else (product,)
+        uses = [_block_use(operand, one, spec) for one in products]
+        drawn = zip(products, uses, strict=True)
+        keys = [_key_of(x, key, operand, one, spec) for one, block_use in drawn if block_use.rounding.needs_key]
+        quantized = in_one_pass(x, use, uses[0], uses[1] if for_both else None, keys)
+        if quantized is not None:
+            return quantized
     quantized = scaling.quantize(x, use)
     return dataclasses.replace(quantized, scale=jnp.float32(1.0)) if spec.contraction.applies_scales else quantized
+
+
+def _block_use(operand: OperandName, product: ProductName, spec: ProductSpec) -> BlockUse:
+    quantization, contracted = spec.recipe.uses[operand, product], spec.batched.contracted(product)
+    axes = contracted[OPERANDS[product].index(operand)]
+    return BlockUse(quantization.scaling, quantization.format, quantization.rounding, axes, spec.scale_bits[operand])
 
 
 def _key_of(x: Array, key: Array | None, operand: OperandName, product: ProductName, spec: ProductSpec) -> Array:

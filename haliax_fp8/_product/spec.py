@@ -135,6 +135,7 @@ class ProductSpec:
         dgrad_kernel: Where dgrad gets its kernel from.
         quantized_kernel: The structure of the `KernelForProducts`, if the kernel was quantized before; else None.
         ensemble: How many leading axes of every array number independent members, each with its own state.
+        one_pass: Whether GPU kernels of this package quantize operands in blocks where they fit.
     """
 
     recipe: Recipe
@@ -147,6 +148,7 @@ class ProductSpec:
     dgrad_kernel: DgradKernel = DgradKernel.KEPT
     quantized_kernel: Any = None
     ensemble: int = 0
+    one_pass: bool = False
 
     @functools.cached_property
     def _hash(self) -> int:

@@ -205,15 +205,21 @@ def _fprop(
     scales = scales_of(record, spec)
     members = {name: spec.batched.members(name, x.shape, extras, spec.ensemble) for name, x in operands.items()}
     with _scope(FPROP, spec):
+        is_kept = spec.dgrad_kernel in (DgradKernel.KEPT, DgradKernel.KEPT_UNLESS_RECOMPUTED)
+        for_both = {
+            "input": differentiated and "input" not in spec.residuals_in_high_precision,
+            "kernel": differentiated and is_kept,
+        }
         quantized = {
-            operand: quantize_operand(x, operand, "fprop", scales, key, members[operand], spec, quantized_kernel)
+            operand: quantize_operand(
+                x, operand, "fprop", scales, key, members[operand], spec, quantized_kernel, for_both=for_both[operand]
+            )
             if operand == "input" or sent_kernel is None or quantized_kernel is not None
             else from_residual(sent_kernel, operand, "fprop", scales, spec)
             for operand, x in operands.items()
         }
         if sent_kernel is not None and quantized_kernel is not None:
             quantized["kernel"] = dataclasses.replace(quantized["kernel"], data=sent_kernel)
-        is_kept = spec.dgrad_kernel in (DgradKernel.KEPT, DgradKernel.KEPT_UNLESS_RECOMPUTED)
         if differentiated and is_kept and "kernel" in spec.recipe.quantized_once:
             whole = quantized["kernel"]
             quantized["kernel"] = dataclasses.replace(whole, data=gathered_once(whole.data))
@@ -243,10 +249,13 @@ def _fprop(
         if operand in spec.residuals_in_high_precision or (operand == "kernel" and quantized_kernel is not None):
             residuals.append(None)
             continue
-        if product != "fprop":
+        if product != "fprop" or quantized[operand].swizzled is not None:
             # 1-D blocks run along what is contracted, so the other product needs the operand quantized anew; now,
-            # while it is there in high precision.
-            quantized[operand] = quantize_operand(x, operand, product, scales, key, members[operand], spec)
+            # while it is there in high precision. And what a GPU kernel has written lies as one product reads it.
+            product = USES[operand][1]
+            quantized[operand] = quantize_operand(
+                x, operand, product, scales, key, members[operand], spec, for_both=True
+            )
         residuals.append(residual_of(quantized[operand], operand, product, spec))
     return out, (residuals[0], residuals[1]), record
 
@@ -287,8 +296,10 @@ def backward(
     def grad_for(product: ProductName) -> QuantizedArray:
         product = spec.recipe.quantized_for["output_grad", product]
         if product not in quantized:
-            key = residuals.key
-            quantized_grad = quantize_operand(grad, "output_grad", product, scales, key, members, spec)
+            key, for_both = residuals.key, None not in dtypes
+            quantized_grad = quantize_operand(
+                grad, "output_grad", product, scales, key, members, spec, for_both=for_both
+            )
             if "output_grad" in spec.recipe.quantized_once and None not in dtypes:
                 quantized_grad = dataclasses.replace(quantized_grad, data=gathered_once(quantized_grad.data))
             quantized[product] = quantized_grad

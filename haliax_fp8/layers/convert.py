@@ -112,7 +112,7 @@ def _with_choices(rule: LayerRule, layer: Any, op: Fp8DotGeneral, config: Fp8Con
     """The layer with an op that computes as the configuration says: what changes neither recipe nor state."""
     # Emulated, a grouped product is dense in any case.
     dense = config.allow_dense_groups or config.emulate
-    choices = {"kernel_residual": config.kernel_residual, "allow_dense_groups": dense}
+    choices = {"kernel_residual": config.kernel_residual, "one_pass": config.one_pass, "allow_dense_groups": dense}
     is_same = all(getattr(op, name) == choice for name, choice in choices.items())
     says_why = op.skipped is not None and op.skipped.reasons == skipped.reasons
     if rule.op(layer) is op and is_same and says_why:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
-from ..scopes import tile_in_name
+from ..scopes import QUANTIZING, tile_in_name
 
 
 # --- Element types ----------------------------------------------------------------------------------------------------
@@ -369,11 +369,18 @@ class Instruction:
         return next(filter(None, names), None)
 
     @property
+    def is_quantizing(self) -> bool:
+        """Whether it is a Pallas kernel of this package that quantizes, which reads and writes its arrays once."""
+        return bool(self.custom_call_name) and f"/{QUANTIZING}" in self.op_name
+
+    @property
     def call_kind(self) -> Call:
         """The kind of a custom call, by the longest prefix of its name that is listed."""
         name = self.custom_call_name
         if self.grouped_tile is not None:
             return Call.PRODUCT
+        if self.is_quantizing:
+            return Call.OTHER
         found = {known: call for call, names in _CALLS.items() for known in names if name.startswith(known)}
         return found[max(found, key=len)] if found else Call.UNKNOWN
 

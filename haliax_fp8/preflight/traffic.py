@@ -34,7 +34,7 @@ def traffic_of(launch: Site) -> Traffic:
     if sum(map(_is_quantized, _written_whole(launch))) > 1 and any(_is_transposed(site) for site in opened(launch)):
         return Traffic(1, two_layouts=touched(launch))
     read = [shape for operand in launch.operands for shape in operand.instruction.shape.arrays]
-    if written or any(map(_is_quantized, read)):
+    if written or any(map(_is_quantized, read)) or launch.instruction.is_quantizing:
         return Traffic(1, casts=touched(launch))
     return Traffic(1, plain=touched(launch))
 

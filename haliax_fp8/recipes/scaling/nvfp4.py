@@ -21,7 +21,7 @@ from .multiplier import multiplier_of, scale_of
 
 
 # Twice the smallest scale that no device flushes to zero: rounded to E4M3, it may lose a third.
-_SMALLEST_SCALE = np.float32(2.0**-125)
+SMALLEST_SCALE = np.float32(2.0**-125)
 
 _MARGIN = np.float32(2.0**-13)
 
@@ -116,7 +116,7 @@ class NVFP4Scaling(AbstractScaling):
             unit = np.float32(1.0) / multiplier
         exact_scale = amax * (multiplier / np.float32(use.format.max))
         # Else the scale, a product of the two, would be flushed to zero for tensors below 1e-34.
-        exact_scale = jnp.where(amax > 0.0, jnp.maximum(exact_scale, _SMALLEST_SCALE * multiplier), np.float32(0.0))
+        exact_scale = jnp.where(amax > 0.0, jnp.maximum(exact_scale, SMALLEST_SCALE * multiplier), np.float32(0.0))
         scale = _block_scale(exact_scale, use) * unit
         if self.four_over_six:
             scale = self._better(x, scale, exact_scale, unit, use, block)
