@@ -81,7 +81,8 @@ def fp8_config_of(
     """
     paths = {id(layer): path for path, (layer, _) in find_layers(model, rules).items()}
     recipes: dict[str, Recipe] = {}
-    for site, leaf, matrices, layout, scale_dtypes in _quantized(directory, model, names, rules, follow_links):
+    call = "fp8_config_of(directory, model)"
+    for site, leaf, matrices, layout, scale_dtypes in _quantized(call, directory, model, names, rules, follow_links):
         if site.op is not None:
             raise ValueError(f"{site.place} trains in FP8 already; give fp8_config_of the model before its conversion")
         recipe = _recipe(str(site.place), layout, matrices, scale_dtypes)
@@ -124,7 +125,8 @@ def with_folder_scales[M](
             scale each; names the layer and what to do.
     """
     found: dict[int, Any] = {}
-    for site, leaf, matrices, _, _ in _quantized(directory, model, names, rules, follow_links):
+    call = "with_folder_scales(directory, model)"
+    for site, leaf, matrices, _, _ in _quantized(call, directory, model, names, rules, follow_links):
         op = site.op
         if op is None or not isinstance(op.recipe.kernel.scaling, FolderScaling):
             what = "in high precision" if op is None else f"in {op.recipe}"
@@ -142,11 +144,16 @@ def with_folder_scales[M](
 
 
 def _quantized(
-    directory: str | os.PathLike[str], model: Any, names: Any, rules: tuple[LayerRule, ...], follow_links: bool
+    call: str,
+    directory: str | os.PathLike[str],
+    model: Any,
+    names: Any,
+    rules: tuple[LayerRule, ...],
+    follow_links: bool,
 ) -> Iterator[tuple[Site, Leaf, Matrices, Layout, set[str]]]:
     """The layers that a folder has quantized, with their matrices, their layout and the dtypes of scales in files."""
-    require_folder_name(directory, "fp8_config_of(directory, model)")
-    require_layers(model, "fp8_config_of(directory, model)")
+    require_folder_name(directory, call)
+    require_layers(model, call)
     folder = TensorFolder.open(directory, follow_links=follow_links)
     checkpoint = checkpoint_of(folder, model, names_of(model, names, folder.tensors), rules, lambda *_: None)
     for site in sites(model, rules):

@@ -409,7 +409,7 @@ def test_devices(capsys):
     assert rows["mi300x"]["preflight"] == "cannot compile for it"
     assert run("devices") == 0
     out = capsys.readouterr().out
-    assert "all but deepseek" in out and "NVIDIA H100" in out
+    assert "delayed, current" in out and "NVIDIA H100" in out
 
 
 # --- Demos ------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ OF_LAYERS = {
     "export_model(model, directory)": lambda model: huggingface.export_model(model, "folder"),
     "serving_tensors(model, layout)": huggingface.serving_tensors,
     "import_model(directory, model)": lambda model: huggingface.import_model("folder", model),
+    "fp8_config_of(directory, model)": lambda model: huggingface.fp8_config_of("folder", model),
+    "with_folder_scales(directory, model)": lambda model: huggingface.with_folder_scales("folder", model),
     "fp8_linear_layers(module)": fp8.fp8_linear_layers,
     "restore_linear_layers(model)": fp8.restore_linear_layers,
     "describe(model)": fp8.describe,
@@ -67,7 +69,7 @@ OF_ALL = {
     "save(path, model)": lambda tree: checkpoints.save("file.safetensors", tree),
     "load_into(model, path)": lambda tree: checkpoints.load_into(tree, {"weight": np.ones(3)}),
 }
-# They take any tree, and say nothing of one without state. `export_adapter` takes a model with adapters.
+# They take any tree, and say nothing of one without state or stacks. `export_adapter` takes a model with adapters.
 OTHERS = {
     "hugging_face_config",
     "export_adapter",
@@ -75,6 +77,7 @@ OTHERS = {
     "partition_for_grad_overwrite",
     "check_not_modified",
     "with_max_gradients",
+    "unstacked",
 }
 
 MISTAKES = {
