@@ -26,7 +26,7 @@ from haliax_fp8.preflight import Verdict, inspect_step
 
 E4M3, E5M2, E2M1 = "f8e4m3fn", "f8e5m2", "f4e2m1fn"
 XLA_NAMES = {"E4M3": E4M3, "E5M2": E5M2, "E2M1": E2M1}
-IN_BLOCKS_OF_32 = ("deepseek", "mxfp8", "mxfp4_mxfp8")
+IN_BLOCKS_OF_32 = ("deepseek", "mxfp8", "mxfp8_square", "mxfp4_mxfp8")
 
 
 def total(products, figure):
