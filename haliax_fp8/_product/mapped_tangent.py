@@ -148,4 +148,14 @@ def _with_axis(x: QuantizedArray, axes: Any, size: int, position: int, *, each_i
         block = (*block[:position], 1 if scale.shape[position] == size else size, *block[position:])
     if rotation is not None and rotation.axis >= position:
         rotation = dataclasses.replace(rotation, axis=rotation.axis + 1)
-    return dataclasses.replace(x, data=data, scale=scale, block=block, rotation=rotation, swizzled=None)
+    tensor_scale = x.tensor_scale
+    if tensor_scale is not None:
+        if each_its_own:
+            tensor_scale = to_front(tensor_scale, axes.tensor_scale, size, position)
+        elif axes.tensor_scale is not None:
+            # A product may sum over the examples, so it has to scale before the sum; `scale` includes this one.
+            tensor_scale = None
+        else:
+            tensor_scale = lax.expand_dims(tensor_scale, (position,))
+    changed = {"scale": scale, "tensor_scale": tensor_scale, "block": block, "rotation": rotation, "swizzled": None}
+    return dataclasses.replace(x, data=data, **changed)
