@@ -67,7 +67,7 @@ def scale_of_members(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions) 
     """
     scale: Any = 1.0
     for x, batch in ((a, dims.lhs_batch), (b, dims.rhs_batch)):
-        if any(count > 1 for axis, count in enumerate(x.scale.shape) if axis not in batch):
+        if any(count != 1 for axis, count in enumerate(x.scale.shape) if axis not in batch):
             return None
         if x.scale.ndim:
             others = [axis for axis in range(x.scale.ndim) if axis not in batch]

@@ -409,7 +409,7 @@ def test_adapters_that_are_broken_or_do_not_fit(tmp_path):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("layout", [*named, "BF16"])
+@pytest.mark.parametrize("layout", [*(name for name in named if name != "NVFP4_DYNAMIC"), "BF16"])
 def test_merged_models_are_exported_in_every_layout(layout, tmp_path):
     """Those of a model that was trained in FP8, whose layouts with static inputs have its scales."""
     merged = merge_lora(with_noise(add_lora(base("converted"), rank=4, targets=ADAPTED, key=KEY)))
