@@ -186,12 +186,6 @@ def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, **params: Any) 
     return scaled_product_p.bind(*operands, dimensions=dimensions, **params), out_axis
 
 
-def _widened_dot_times_scale(*operands: Array, **params: Any) -> Array:
-    """`dot_times_scale` of data in bfloat16, which holds all of FP8: CPUs multiply that faster than float32."""
-    a, b, scale = (x.astype(jnp.bfloat16) if x.dtype.itemsize == 1 else x for x in operands)
-    return dot_times_scale(a, b, scale, in_dtype=False, **params)
-
-
 def _lowered(context: Any, *operands: Any, product: Callable[..., Array], **params: Any) -> Any:
     return mlir.lower_fun(functools.partial(product, **params), multiple_results=False)(context, *operands)
 
@@ -201,6 +195,5 @@ scaled_product_p = define(
     aval=aval_of,
     batch=_batched,
     lower=functools.partial(_lowered, product=functools.partial(dot_times_scale, in_dtype=False)),
-    cpu=functools.partial(_lowered, product=_widened_dot_times_scale),
     cuda=functools.partial(_lowered, product=functools.partial(dot_times_scale, in_dtype=True)),
 )

@@ -54,7 +54,7 @@ def bytes_of(folder):
     return {name: stored[name].tobytes() for name in stored.tensors}
 
 
-@pytest.mark.parametrize("layout", named)
+@pytest.mark.parametrize("layout", [name for name in named if name != "NVFP4_DYNAMIC"])
 def test_a_tied_head_is_left_alone(layout, tied, tmp_path):
     """In exports and conversions, in each list that engines read: Transformers would take its scales from nowhere."""
     report = export_model(tied, tmp_path / "made", layout)

@@ -1063,8 +1063,8 @@ CHANGES = (
     Change(
         "a product in bfloat16 is rounded before its scale on CPUs",
         "_product/scaled_product.py",
-        "cpu=functools.partial(_lowered, product=_widened_dot_times_scale)",
-        "cpu=functools.partial(_lowered, product=functools.partial(dot_times_scale, in_dtype=True))",
+        "lower=functools.partial(_lowered, product=functools.partial(dot_times_scale, in_dtype=False)),",
+        "lower=functools.partial(_lowered, product=functools.partial(dot_times_scale, in_dtype=True)),",
         ("test_scaled_product.py", "test_dot_general.py"),
     ),
     Change(

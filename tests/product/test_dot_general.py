@@ -424,8 +424,7 @@ def test_every_product_multiplies_fp8_and_accumulates_in_float32(case, kernel_is
         text = step.lower(lowering_platforms=(platform,)).as_text()
         results = re.findall(r"stablehlo.dot_general.*-> tensor<(?:\d+x)*(\w+)>", text)
         assert results == [written] * 3, platform
-        widened = re.findall(r"stablehlo.convert.*tensor<(?:\d+x)*(f8\w+)>\) -> tensor<(?:\d+x)*bf16>", text)
-        assert len(widened) == (6 if platform == "cpu" and dtype == bf16 else 0), platform
+        assert not re.findall(r"stablehlo.convert.*tensor<(?:\d+x)*(f8\w+)>\) -> tensor<(?:\d+x)*bf16>", text)
     casts = [e.outvars[0].aval.dtype for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
     assert (casts.count(E4M3), casts.count(E5M2)) == (2, 1), "each operand is quantized once"
 
