@@ -49,12 +49,6 @@ def test_a_program_has_what_its_platforms_compute(bits, on_cuda):
         r"dot_general.*-> tensor<\d+x\d+x(\w+)>", function.trace(*args).lower(lowering_platforms=platforms).as_text()
     )
     assert [written((platform,)) for platform in ("cpu", "tpu", "rocm")] == [["f32"]] * 3
-    # A CPU multiplies bfloat16 faster, and sums it in float32; the other platforms multiply FP8.
-    read = lambda platform: re.findall(
-        r"dot_general.*: \(tensor<\d+x\d+x(\w+)>", function.trace(*args).lower(lowering_platforms=(platform,)).as_text()
-    )
-    on_cpu = "bf16" if bits == 1 else "f8E4M3FN"
-    assert [read(platform) for platform in ("cpu", "tpu", "cuda")] == [[on_cpu], ["f8E4M3FN"], ["f8E4M3FN"]]
     assert written(("cuda",)) == [on_cuda]
     # A program for both decides when it runs.
     assert set(written(("cpu", "cuda"))) == {"f32", on_cuda}
