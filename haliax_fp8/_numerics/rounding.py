@@ -172,6 +172,7 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 @functools.cache
 def rotation_matrix() -> np.ndarray:
+    """`R`: a Hadamard matrix with random signs in front, divided by its norm."""
     hadamard = np.ones((1, 1))
     while len(hadamard) < GROUP:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
