@@ -172,7 +172,7 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 @functools.cache
 def rotation_matrix() -> np.ndarray:
-    """`R`: a Hadamard matrix with random signs in front, divided by its norm."""
+    """`R`: a Hadamard matrix with fixed signs for its rows, so scaled that it is orthogonal."""
     hadamard = np.ones((1, 1))
     while len(hadamard) < GROUP:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
