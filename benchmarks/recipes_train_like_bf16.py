@@ -61,7 +61,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
             "spikes of gradients": schedule(loss_scales="spikes"),
             "learning rate x 10": schedule(learning_rate=10 * case.schedule.learning_rate),
             "float16": task(dtype="float16"),
-            "16 blocks, 32 wide": task(layers=16, hidden=32),
+            "16 blocks, 32 wide": task(layers=16, hidden=32, stacked=True),
         }
         stressed += [dataclasses.replace(of, name=f"{case.name}: {name}") for name, of in changed.items()]
     return [case for case in stressed if re.search(options.case, case.name)]
@@ -70,8 +70,9 @@ def cases(options: argparse.Namespace) -> list[Case]:
 def _case(name: str, options: argparse.Namespace) -> Case:
     given = lambda *names: {n: value for n in names if (value := getattr(options, n)) is not None}
     task = VisionTask() if name == "digits" else LanguageTask(text=name)
-    sizes = given("layers", "hidden", "batch") | ({} if name == "digits" else given("length", "experts"))
-    schedule = Schedule(steps=options.steps, every=options.every, learning_rate=options.learning_rate)
+    of_language = given("length", "experts", "stacked", "embedding_scale")
+    sizes = given("layers", "hidden", "batch") | ({} if name == "digits" else of_language)
+    schedule = Schedule(options.steps, options.every, options.learning_rate, options.decay)
     return Case(name, dataclasses.replace(task, **sizes), schedule)
 
 
@@ -154,10 +155,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=100, help="steps between two validations")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak")
+    parser.add_argument("--decay", choices=("cosine", "constant"), default="cosine", help="of the learning rate")
     parser.add_argument("--variant", default="", help="a regular expression: only variants where it is found, and bf16")
     parser.add_argument("--case", default="", help="of --suite stress, likewise")
     for name in ("layers", "hidden", "length", "batch"):
         parser.add_argument(f"--{name}", type=int, help="of the model or of a batch")
+    parser.add_argument(
+        "--stacked", action="store_true", default=None, help="blocks of a language model compile as one"
+    )
+    parser.add_argument("--embedding-scale", type=float, help="factor of a language model's initial embedding")
     parser.add_argument("--experts", type=int, help="of each block of a language model; none by default")
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"), help="where runs are kept")
     parser.add_argument("--curves", type=Path, help="write final losses and thinned curves here")

@@ -28,7 +28,7 @@ from ._product.spec import DgradKernel, KernelResidual, ProductSpec
 from ._state.op_state import AbstractOp, OpState, leading_axes, require_state, require_stored_scales
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import OPERAND_NAMES, Recipe
-from .recipes.scaling import DelayedScaling, FolderScales
+from .recipes.scaling import AmaxHistory, DelayedScaling, FolderScales
 from .scopes import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 
 
@@ -295,8 +295,8 @@ class Fp8DotGeneral(AbstractOp):
                 "amax_history was read inside a function that filter_grad differentiates, where only the scales exist; "
                 "read it from the model outside"
             )
-        scaling = self.recipe.scalings[row]
-        length = scaling.amax_history_length if isinstance(scaling, DelayedScaling) else 0
+        memory = self.recipe.scalings[row].memory
+        length = memory.length if isinstance(memory, AmaxHistory) else 0
         return state.array[..., row, 1 : 1 + length]
 
     def _row_of(self, operand: str) -> tuple[int, OpState]:

@@ -22,7 +22,8 @@ class Schedule:
     Args:
         steps: Steps.
         every: The number of steps between two validations; divides `steps`.
-        learning_rate: At its peak, after a tenth of the steps; then half a cosine.
+        learning_rate: At its peak, after a tenth of the steps.
+        decay: What the learning rate does after that: `cosine`, half a one; `constant`, nothing.
         loss_scales: By what the loss of each step is multiplied, and its gradients divided again: `constant` by 1;
             `growing` by 1.1 more in each step, at most by 1.1**200; `spikes` by 2**16 in every tenth step. Exact
             arithmetic gives the same with all three: what differs are the amaxes of gradients.
@@ -31,11 +32,13 @@ class Schedule:
     steps: int = 200
     every: int = 100
     learning_rate: float = 3e-3
+    decay: str = "cosine"
     loss_scales: str = "constant"
 
     def learning_rates(self) -> np.ndarray:
         """One for each step."""
-        rate = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.steps // 10, self.steps)
+        end = {"cosine": 0.0, "constant": self.learning_rate}[self.decay]
+        rate = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.steps // 10, self.steps, end)
         # The schedule begins at 0, a step that changes nothing.
         return np.asarray(rate(np.arange(self.steps) + 0.5), np.float32)
 
@@ -60,6 +63,7 @@ class Variant:
         ulp: Whether all weights start one ulp of float32 above those of the seed: the noise floor.
         moments_in_fp8: Whether the optimizer's moments are stored by `quantized_state`.
         bf16_weights: Whether weights are in bfloat16, and rounded stochastically, instead of in float32.
+        share: Of the schedule's steps: the learning rate decays over so many.
         switches: Shares of the steps after which it is converted anew, in order, each with its configuration. State
             starts afresh; weights and the optimizer's moments stay.
     """
@@ -70,6 +74,7 @@ class Variant:
     switches: tuple[tuple[float, fp8.Fp8Config | None], ...] = ()
     moments_in_fp8: bool = False
     bf16_weights: bool = False
+    share: float = 1.0
 
     @property
     def optimizer(self) -> Any:
@@ -105,6 +110,7 @@ def train(
         advance: Called with the number of steps that were done.
     """
     key = jax.random.key(seed)
+    total, schedule = schedule.steps, dataclasses.replace(schedule, steps=round(variant.share * schedule.steps))
     plain = _initial(task, key)
     if variant.ulp:
         plain = jax.tree.map(lambda w: jnp.nextafter(w, jnp.inf) if eqx.is_inexact_array(w) else w, plain)
@@ -131,6 +137,7 @@ def train(
         if not np.isfinite(record["losses"]).all():
             advance(schedule.steps - end)
             break
+    advance(total - schedule.steps)
     return record
 
 

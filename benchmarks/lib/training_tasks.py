@@ -95,6 +95,8 @@ class LanguageTask(AbstractTask):
         hidden: Width of the residual stream; heads are 32 wide, or a single one as wide as the stream.
         length: Predicted bytes per sequence.
         experts: SwiGLU layers of a block, two for each byte, 0 for one that all share. The router stays in bf16.
+        stacked: Whether blocks are a stack that compiles as one. Else each layer has a path of its own.
+        embedding_scale: Factor of the embedding's weights; their standard deviation is one over the width.
     """
 
     text: str = "topics"
@@ -102,9 +104,11 @@ class LanguageTask(AbstractTask):
     hidden: int = 64
     length: int = 64
     experts: int = 0
+    stacked: bool = False
+    embedding_scale: float = 1.0
 
     def init(self, key: jax.Array) -> Transformer:
-        """Blocks follow one another, so that each layer has a path of its own."""
+        """The model in float32."""
         head_dim = min(32, self.hidden)
         mixture = functools.partial(MixtureOfExperts.init, experts=self.experts, chosen=min(2, self.experts))
         sizes = TransformerConfig(
@@ -114,12 +118,14 @@ class LanguageTask(AbstractTask):
             head_dim=head_dim,
             mlp=3 * self.hidden,
             max_length=self.length,
-            # A deep model compiles as one block.
-            stacked=self.layers > 4,
+            stacked=self.stacked,
             unroll=1,
             feed_forward=mixture if self.experts else SwiGlu.init,
         )
         model = Transformer.init(sizes, key=key)
+        if self.embedding_scale != 1.0:
+            embedded = lambda model: model.embedding.weight.array
+            model = eqx.tree_at(embedded, model, embedded(model) * self.embedding_scale)
         if self.outlier == 1.0:
             return model
         block = lambda model: model.blocks.stacked if sizes.stacked else model.blocks.blocks[0]

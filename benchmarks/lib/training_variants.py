@@ -25,6 +25,11 @@ def _variant(recipe: Recipe | DelayedScaling | str, *exclude: str, calibrated: b
     return Variant(_config(recipe, *exclude), calibrated)
 
 
+def _hybrid(recipe: Recipe | str, *patterns: str) -> Fp8Config:
+    """MXFP8 in some layers."""
+    return Fp8Config(recipe=recipe, exclude="head", overrides=dict.fromkeys(patterns, "mxfp8"))
+
+
 BASELINE = Variant()
 
 TWIN = Variant(ulp=True)
@@ -110,6 +115,57 @@ NVFP4 = {
     "attention in bf16": _variant("nvfp4", "*.attention.*"),
 }
 """Without `nvfp4`'s name: its parts, each changed alone. `fprop alone`: the two other products are in bf16."""
+
+_FIRST_BLOCK = "blocks.blocks.0.*"
+
+
+def _first_blocks(count: int) -> tuple[str, ...]:
+    return tuple(f"blocks.blocks.{index}.*" for index in range(count))
+
+
+def _in_high_precision_at_the_end(recipe: str, *patterns: str, first: float = 0.0) -> Variant:
+    """The forward pass in bf16 in the last quarter of the steps, and all of it in the first share."""
+    config, end = _hybrid(recipe, *patterns), ((0.75, _at_the_end(recipe, *patterns)),)
+    return Variant(None, switches=((first, config), *end)) if first else Variant(config, switches=end)
+
+
+def _at_the_end(recipe: str, *patterns: str) -> Fp8Config:
+    config = _hybrid(f"{recipe}_bprop", *patterns)
+    return dataclasses.replace(config, overrides=dict.fromkeys(patterns, "mxfp8_bprop"))
+
+
+FOUR_BITS = {
+    "bf16 + 1 ulp": TWIN,
+    "nvfp4": _variant("nvfp4"),
+    "four over six": _variant(_four_over_six(_NVFP4)),
+    "wgrad without bias": _variant(dataclasses.replace(_NVFP4, input_for_wgrad=_NVFP4.output_grad_for_wgrad)),
+    "a scale for each row": _variant(dataclasses.replace(_NVFP4, input=Quantization(E2M1, NVFP4Scaling(per_row=True)))),
+    "last block in MXFP8": Variant(_hybrid("nvfp4", "blocks.blocks.1.*")),
+    "attention in MXFP8": Variant(_hybrid("nvfp4", "*.attention.*")),
+    "attention of the first block in MXFP8": Variant(_hybrid("nvfp4", "blocks.blocks.0.attention.*")),
+    "feed-forward of the first block in MXFP8": Variant(_hybrid("nvfp4", "blocks.blocks.0.mlp.*")),
+    **{
+        f"first {count} blocks in MXFP8" if count > 1 else "first block in MXFP8": Variant(
+            _hybrid("nvfp4", *_first_blocks(count))
+        )
+        for count in (1, 2, 4)
+    },
+    "fprop in bf16 at the end": _in_high_precision_at_the_end("nvfp4"),
+    "attention in MXFP8, fprop in bf16 at the end": _in_high_precision_at_the_end("nvfp4", "*.attention.*"),
+    "first block in MXFP8, fprop in bf16 at the end": _in_high_precision_at_the_end("nvfp4", _FIRST_BLOCK),
+    "first block in MXFP8, first quarter in bf16, fprop at the end": _in_high_precision_at_the_end(
+        "nvfp4", _FIRST_BLOCK, first=0.25
+    ),
+}
+"""What lowers NVFP4's gap. At the end: in the last quarter of the steps."""
+
+MXFP4 = {
+    "mxfp4_mxfp8": _variant("mxfp4_mxfp8"),
+    "first block in MXFP8": Variant(_hybrid("mxfp4_mxfp8", _FIRST_BLOCK)),
+    "fprop in bf16 at the end": _in_high_precision_at_the_end("mxfp4_mxfp8"),
+    "first block in MXFP8, fprop in bf16 at the end": _in_high_precision_at_the_end("mxfp4_mxfp8", _FIRST_BLOCK),
+}
+"""The same, shorter, for kernels alone in four bits."""
 
 _CURRENT = named["current"]
 _ALL_HIGH = Recipe(_HIGH, _HIGH, _HIGH, _HIGH, _HIGH, _HIGH)
@@ -197,6 +253,22 @@ MIDDLE = {"bf16 + 1 ulp": TWIN} | {
 }
 """8-bit recipes with the first quarter of the steps in bf16, and the last one too."""
 
+OVER_STEPS = {
+    "bf16 + 1 ulp": TWIN,
+    "bf16, 95 % of the steps": Variant(share=0.95),
+    "bf16, 98 % of the steps": Variant(share=0.98),
+    "delayed": RECIPES["delayed"],
+    "current": RECIPES["current"],
+    "mxfp8": RECIPES["mxfp8"],
+    "nvfp4": RECIPES["nvfp4"],
+    "current, first quarter in bf16": _in_part("current", first=0.25),
+    "current, attention in bf16": _variant("current", "*.attention.*"),
+    "nvfp4, first block in MXFP8, fprop in bf16 at the end": FOUR_BITS[
+        "first block in MXFP8, fprop in bf16 at the end"
+    ],
+}
+"""Recipes and phases over the steps, beside bf16 with fewer of them."""
+
 MEMORY = {
     "bf16 + 1 ulp": TWIN,
     "moments in FP8": Variant(moments_in_fp8=True),
@@ -214,6 +286,9 @@ SUITES = {
     "parts": PARTS,
     "attention": WITHOUT_ATTENTION,
     "nvfp4": NVFP4,
+    "four_bits": FOUR_BITS,
+    "mxfp4": MXFP4,
+    "over_steps": OVER_STEPS,
     "phases": PHASES,
     "middle": MIDDLE,
     "memory": MEMORY,

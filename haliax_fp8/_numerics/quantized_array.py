@@ -48,6 +48,8 @@ class QuantizedArray(eqx.Module):
         tensor_scale_bits: The largest number of significant bits of `tensor_scale`.
         swizzled: The bytes of the scales once more, in the order in which cuDNN reads those of a matrix; None if
             nothing has written them.
+        amax: The largest magnitude of each member before it was quantized, `[*ensemble, 1, 1]`; infinite where one is
+            not finite. None if the scaling has not found it on its way.
 
     Raises:
         ValueError: If the shapes break the rule.
@@ -66,6 +68,7 @@ class QuantizedArray(eqx.Module):
     tensor_scale: Float32[Array, "*ones"] | None = None
     tensor_scale_bits: int = eqx.field(static=True, default=24)
     swizzled: UInt8[Array, "tiles pieces 512"] | None = None
+    amax: Float32[Array, "*ensemble 1 1"] | None = None
 
     def __check_init__(self) -> None:
         if self.scale.ndim:

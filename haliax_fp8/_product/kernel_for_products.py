@@ -51,7 +51,7 @@ def dtype_of_scales(state: Array | None, recipe: Recipe) -> np.dtype | None:
     """
     if state is None or is_max_grad(state):
         return None
-    stored = any(recipe.uses["kernel", product].scaling.stores_scale for product in USES["kernel"])
+    stored = any(recipe.uses["kernel", product].scaling.memory is not None for product in USES["kernel"])
     return np.dtype(state.dtype) if stored else None
 
 

@@ -157,5 +157,5 @@ def _with_axis(x: QuantizedArray, axes: Any, size: int, position: int, *, each_i
             tensor_scale = None
         else:
             tensor_scale = lax.expand_dims(tensor_scale, (position,))
-    changed = {"scale": scale, "tensor_scale": tensor_scale, "block": block, "rotation": rotation, "swizzled": None}
-    return dataclasses.replace(x, data=data, **changed)
+    changed = {"scale": scale, "tensor_scale": tensor_scale, "block": block, "rotation": rotation}
+    return dataclasses.replace(x, data=data, **changed, swizzled=None, amax=None)

@@ -174,8 +174,9 @@ def _key_of(x: Array, key: Array | None, operand: OperandName, product: ProductN
 def residual_of(
     quantized: QuantizedArray, operand: OperandName, product: ProductName, spec: ProductSpec
 ) -> Array | QuantizedArray:
-    """What is kept of an operand that was quantized for a product: not its scale, if the state has it."""
-    return quantized.data if spec.recipe.uses[operand, product].scaling.stores_scale else quantized
+    """What is kept of an operand that was quantized for a product: not its amax, nor its scale if the state has it."""
+    is_known = spec.recipe.uses[operand, product].scaling.stores_scale
+    return quantized.data if is_known else dataclasses.replace(quantized, amax=None)
 
 
 def from_residual(

@@ -14,7 +14,7 @@ from .._product.arguments import floating_dtype
 from .._product.spec import KernelResidual
 from ..recipes.catalog import RecipeLike, as_recipe
 from ..recipes.recipe import Recipe
-from ..recipes.scaling import DelayedScaling
+from ..recipes.scaling import AmaxHistory, DelayedScaling
 from .equinox import EquinoxLinear
 from .haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
 from .only_where_faster import FasterOn
@@ -206,4 +206,4 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
 
 
 def _keeps_history(recipe: Recipe) -> bool:
-    return any(isinstance(scaling, DelayedScaling) for scaling in recipe.scalings)
+    return any(isinstance(scaling.memory, AmaxHistory) for scaling in recipe.scalings)

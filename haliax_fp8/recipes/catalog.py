@@ -31,10 +31,9 @@ def _rowwise_wgrad_bf16() -> Recipe:
     )
 
 
-def _nvfp4() -> Recipe:
+def _nvfp4(scaling: NVFP4Scaling) -> Recipe:
     """NVIDIA's recipe for training: gradients rounded stochastically, wgrad's operands rotated first."""
-    recipe = Recipe.of(NVFP4Scaling(), forward=E2M1)
-    rotated = HadamardScaling(NVFP4Scaling())
+    recipe, rotated = Recipe.of(scaling, forward=E2M1), HadamardScaling(scaling)
     return dataclasses.replace(
         recipe,
         output_grad=dataclasses.replace(recipe.output_grad, rounding=Rounding.STOCHASTIC),
@@ -62,7 +61,8 @@ named: dict[str, Recipe] = {
     "deepseek": Recipe.of(BlockScaling()),
     "mxfp8": Recipe.of(MXFP8Scaling()),
     "mxfp8_square": _mxfp8_square(),
-    "nvfp4": _nvfp4(),
+    "nvfp4": _nvfp4(NVFP4Scaling()),
+    "nvfp4_delayed": _nvfp4(NVFP4Scaling(delayed=DelayedScaling())),
     "mxfp4_mxfp8": _mxfp4_mxfp8(),
     "static": Recipe.of(StaticScaling()),
 }

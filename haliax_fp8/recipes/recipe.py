@@ -9,6 +9,7 @@ from .._arguments import require, require_bool
 from .._numerics.rounding import Rounding
 from ..formats import E4M3, E5M2, Format
 from .scaling import (
+    AbstractMemory,
     AbstractScaling,
     DelayedScaling,
     HadamardScaling,
@@ -138,13 +139,13 @@ class Recipe:
                 )
         for name, second_use in _SECOND_USES.items():
             row, second = getattr(self.state_of or self, name), getattr(self, second_use)
-            if second is not None and second.scaling.memory is not None and second != row:
+            if second is not None and second != row and _state(second) not in (None, _state(row)):
                 raise ValueError(
                     f"recipe has {second_use}={second}, whose scaling keeps state, and {name}={row}: an operand has "
                     f"one state, so leave {second_use} as None, or give it a stateless scaling"
                 )
             first: Quantization = getattr(self, name)
-            if first.scaling.stores_scale and (first.scaling, first.format) != (row.scaling, row.format):
+            if _state(first) is not None and (first.scaling, first.format) != (row.scaling, row.format):
                 raise ValueError(
                     f"recipe has {name}={first}, which takes its scale from a state, while the recipe state_of has "
                     f"{name}={row}: give both the same scaling and format, or this one a stateless scaling"
@@ -400,13 +401,14 @@ class Recipe:
             ValueError: If it is not a positive integer.
         """
 
-        def replace(quantization: Quantization) -> Quantization:
-            if not isinstance(quantization.scaling, DelayedScaling):
-                return quantization
-            scaling = dataclasses.replace(quantization.scaling, amax_history_length=length)
-            return dataclasses.replace(quantization, scaling=scaling)
+        def changed(scaling: AbstractScaling) -> AbstractScaling:
+            if isinstance(scaling, DelayedScaling):
+                return dataclasses.replace(scaling, amax_history_length=length)
+            fields = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)}
+            inner = {name: changed(of) for name, of in fields.items() if isinstance(of, AbstractScaling)}
+            return dataclasses.replace(scaling, **inner) if inner else scaling
 
-        return self._map(replace)
+        return self._map(lambda quantization: dataclasses.replace(quantization, scaling=changed(quantization.scaling)))
 
     def __str__(self) -> str:
         products = self.products
@@ -432,6 +434,13 @@ class Recipe:
                 text = _text(pair)
             products.setdefault(text, []).append(name)
         return ", ".join(f"{'/'.join(names)} {text}" for text, names in products.items())
+
+
+def _state(quantization: Quantization) -> tuple[AbstractMemory, Format] | None:
+    """What determines the rows of a state that an operand takes its scale from; None if it takes none."""
+    scaling = quantization.scaling
+    memory = scaling.scaling.memory if isinstance(scaling, MeasuredScaling) else scaling.memory
+    return None if memory is None else (memory, quantization.format)
 
 
 def _text(quantizations: tuple[Quantization, ...]) -> str:

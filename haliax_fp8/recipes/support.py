@@ -196,7 +196,7 @@ def misfit(quantization: Quantization) -> str | None:
 
     def quantized(x: Float[Array, "rows columns"]) -> QuantizedArray:
         key = jax.random.key(0) if quantization.rounding.needs_key else None
-        stored = jnp.float32(1.0) if scaling.stores_scale else None
+        stored = None if scaling.memory is None else jnp.float32(1.0)
         return scaling.quantize(
             x, OperandUse(quantization.format, (1,), stored_scale=stored, rounding=quantization.rounding, key=key)
         )

@@ -56,8 +56,9 @@ def quantize_nvfp4(
     scales: Float32[Array, "sides 3"],
     seeds: Sequence[UInt32[Array, ""]],
     *,
+    keeps_amax: bool = False,
     interpret: bool = False,
-) -> list[tuple[Array, ...]]:
+) -> list[Any]:
     """The codes, two in a byte, and the bytes of scales, as `NVFP4Scaling` has them.
 
     Args:
@@ -66,19 +67,27 @@ def quantize_nvfp4(
         scales: For each side, what the amaxes of blocks are multiplied by, the smallest scale but zero, and the
             tensor's scale.
         seeds: The seed of the hash for each side that is rounded at random.
+        keeps_amax: Whether to find the amax of the matrix too.
         interpret: Whether Pallas evaluates the GPU kernel on any device, for tests.
 
     Returns:
         For each side the codes `[rows, columns / 2]`, and the scales in cuDNN's order, see `for_cudnn`; along columns,
-        those of the transpose.
+        those of the transpose. Last the amax, infinite if an element is not finite; None if it is not wanted.
     """
-    outs = [
+    outs: list[tuple[Out, ...]] = [
         codes((x.shape[0], x.shape[1]), np.dtype(np.uint8), NV_BLOCK, flipped=side.axis == 0, packed=2)
         for side in sides
     ]
-    body = functools.partial(_body, sides=sides, width=x.shape[1])
+    if keeps_amax:
+        tiles = jax.ShapeDtypeStruct((x.shape[0] // TILE, x.shape[1] // TILE), jnp.int32)
+        outs.append((Out(tiles, pl.BlockSpec((1, 1), lambda i, j: (i, j))),))
+    body = functools.partial(_body, sides=sides, width=x.shape[1], keeps_amax=keeps_amax)
     others = *_rotations(sides), *([jnp.stack(seeds)] if seeds else []), scales
-    return call(body, "nvfp4", x, outs, *others, interpret=interpret)
+    results: list[Any] = call(body, "nvfp4", x, outs, *others, interpret=interpret)
+    if not keeps_amax:
+        return [*results, None]
+    *results, (of_tiles,) = results
+    return [*results, _as_float(jnp.minimum(jnp.max(of_tiles), _INFINITY))]
 
 
 def _rotations(sides: Sequence[Side]) -> list[Array]:
@@ -95,8 +104,8 @@ def _amax_body(x_ref: Any, *refs: Any, sides: Sequence[Side]) -> None:
         out[index, 0, 0] = jnp.max(jnp.where(amax < _INFINITY, amax, 0))
 
 
-def _body(x_ref: Any, *refs: Any, sides: Sequence[Side], width: int) -> None:
-    count = 2 * len(sides)
+def _body(x_ref: Any, *refs: Any, sides: Sequence[Side], width: int, keeps_amax: bool) -> None:
+    count = 2 * len(sides) + keeps_amax
     *others, scales = refs[:-count]
     seeds = others.pop() if any(side.is_drawn for side in sides) else None
     rotation, outs, x = [ref[...] for ref in others], iter(refs[-count:]), x_ref[...]
@@ -118,6 +127,8 @@ def _body(x_ref: Any, *refs: Any, sides: Sequence[Side], width: int) -> None:
         pairs = code.reshape(TILE, TILE // 2, 2) << (4 * lax.broadcasted_iota(jnp.int32, (TILE, TILE // 2, 2), 2))
         next(outs)[...] = jnp.sum(pairs, axis=2).astype(jnp.uint8)
         next(outs)[0, :, :] = for_cudnn(rounded)
+    if keeps_amax:
+        next(outs)[0, 0] = jnp.max(_magnitude(x))
 
 
 def _rotated(x: Array, side: Side, rotation: Sequence[Array]) -> Array:
@@ -174,10 +185,11 @@ def _scale_of_blocks(bits: Array, multiplier: Array, smallest: Array, unit: Arra
     """The bits of each block's scale in E4M3, and what its elements are multiplied by."""
     exact = _as_float(bits) * multiplier
     exact = jnp.where(bits > 0, jnp.maximum(exact, smallest), np.float32(0.0))
+    exact = jnp.minimum(exact, np.float32(E4M3.max))
     if up:
         spacing = _spacing(exact, E4M3.smallest_normal, E4M3.mantissa_bits)
         exact = jnp.ceil(exact / spacing) * spacing
-    rounded = jnp.minimum(exact, np.float32(E4M3.max)).astype(E4M3.dtype)
+    rounded = exact.astype(E4M3.dtype)
     inverse = jnp.minimum(np.float32(1.0) / (rounded.astype(jnp.float32) * unit), np.finfo(np.float32).max)
     return jnp.where(bits >= _INFINITY, 0x7F, lax.bitcast_convert_type(rounded, jnp.uint8)).astype(jnp.uint8), inverse
 

@@ -10,20 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import mlir
-from jaxtyping import Array, BFloat16, Float32, UInt32
+from jaxtyping import Array, BFloat16, Float32
 
 from ..._jax.custom_partitioning import devices_of, has_its_part
 from ..._jax.meshes import aval_of_result
 from ..._jax.opaque import as_if_on_one_device
 from ..._jax.primitives import define, mapped_in_front
 from ..._numerics.quantized_array import QuantizedArray
-from ..._numerics.rounding import Rotation, Rounding
+from ..._numerics.rounding import GROUP, Rotation, Rounding
 from ..._numerics.stored_array import power_of_two
 from ...devices.device import Device
 from ...formats import E2M1, E4M3, Format
 from ...recipes.scaling import AbstractScaling, HadamardScaling, MXFP8Scaling, NVFP4Scaling, OperandUse
-from ...recipes.scaling.multiplier import multiplier_of, scale_of
-from ...recipes.scaling.nvfp4 import SMALLEST_SCALE
+from ...recipes.scaling.multiplier import amax_over
+from ...recipes.scaling.nvfp4 import SMALLEST_SCALE, unit_of_amax, unit_of_stored
 from ..blocks import MX, NV, Blocks, in_blocks
 from .swizzle import TILE, in_rows
 
@@ -49,6 +49,11 @@ class BlockUse(NamedTuple):
     def after_rotation(self) -> AbstractScaling:
         """The scaling of what is rotated, or of the operand."""
         return self.scaling.scaling if isinstance(self.scaling, HadamardScaling) else self.scaling
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether its scale for the tensor is stored."""
+        return self.scaling.memory is not None
 
     @property
     def blocks(self) -> Blocks:
@@ -77,7 +82,9 @@ class BlockUse(NamedTuple):
         if not all(size and size % TILE == 0 for size in self.matrix(shape)) or shape[self.contracted[-1]] % 32:
             return False
         if isinstance(scaling, NVFP4Scaling):
-            is_known = not scaling.four_over_six and not scaling.per_device and self.format == E2M1
+            # All other fields as they are by default.
+            known = NVFP4Scaling(square=scaling.square, padding=scaling.padding, delayed=scaling.delayed)
+            is_known = scaling == known and self.format == E2M1
             return is_known and not (self.scaling is not scaling and self.is_trailing(ndim))
         is_known = isinstance(scaling, MXFP8Scaling) and not scaling.square and scaling.scale_rounding == "up"
         # The cast to a format that is stored in a wider one is another.
@@ -87,7 +94,10 @@ class BlockUse(NamedTuple):
 
 def as_quantized(results: Sequence[Array], uses: Sequence[BlockUse]) -> list[QuantizedArray]:
     """The operand as it is quantized for each use, from what the primitive returns."""
-    found, count = [], len(results) // len(uses)
+    results, found, amax = [*results], [], None
+    if any(use.is_delayed for use in uses):
+        amax = results.pop()
+    count = len(results) // len(uses)
     for index, use in enumerate(uses):
         data, bits, swizzled, *unit = results[count * index :][:count]
         last = use.contracted[-1]
@@ -99,26 +109,37 @@ def as_quantized(results: Sequence[Array], uses: Sequence[BlockUse]) -> list[Qua
         rotation = None if use.scaling is use.after_rotation else Rotation(last, data.shape[last])
         scale = lax.bitcast_convert_type(bits, E4M3.dtype).astype(jnp.float32) * unit[0]
         two_levels = {"tensor_scale": unit[0], "tensor_scale_bits": use.scale_bits}
-        found.append(QuantizedArray(data, scale, block, rotation=rotation, swizzled=swizzled, **two_levels))
+        found.append(QuantizedArray(data, scale, block, rotation=rotation, swizzled=swizzled, amax=amax, **two_levels))
     return found
 
 
 # --- The primitive ----------------------------------------------------------------------------------------------------
 
 
-def by_xla(x: Array, *words: Array, uses: tuple[BlockUse, ...]) -> list[Array]:
+def by_xla(x: Array, *others: Array, uses: tuple[BlockUse, ...]) -> list[Array]:
     """For each use the data, the bytes of the scales, these in cuDNN's order, and in NVFP4 the scale of the tensor.
+
+    Last, if that is stored, the amax of the operand.
 
     Args:
         x: The operand.
-        *words: Those of the keys, of uses that round at random.
+        *others: The words of the keys, of uses that round at random; and the scale that is stored, if one is.
         uses: What it is quantized for.
     """
-    results, remaining = [], iter(words)
+    results, amax, remaining = [], None, iter(others)
+    stored = others[-1] if any(use.is_delayed for use in uses) else None
     for use in uses:
         key = jax.random.wrap_key_data(next(remaining), impl="threefry2x32") if use.rounding.needs_key else None
-        static = OperandUse(use.format, use.contracted, rounding=use.rounding, key=key, scale_bits=use.scale_bits)
+        static = OperandUse(
+            use.format,
+            use.contracted,
+            stored_scale=stored if use.is_delayed else None,
+            rounding=use.rounding,
+            key=key,
+            scale_bits=use.scale_bits,
+        )
         quantized = use.scaling.quantize(x, static)
+        amax = quantized.amax if amax is None else amax
         data, bits = in_blocks(quantized, use.contracted[-1], use.blocks)
         data = data if use.blocks.data is None else data.astype(use.blocks.data)
         rows, summed = use.matrix(x.shape)
@@ -126,16 +147,25 @@ def by_xla(x: Array, *words: Array, uses: tuple[BlockUse, ...]) -> list[Array]:
         results += [data, bits, matrix.transpose(0, 3, 2, 1, 4).reshape(rows // TILE, -1, 4 * TILE)]
         if quantized.tensor_scale is not None:
             results.append(quantized.tensor_scale)
+    if stored is not None:
+        results.append(_amax(x) if amax is None else amax)
     return results
 
 
+def _amax(x: BFloat16[Array, "*shape"]) -> Float32[Array, "1 1"]:
+    """The largest magnitude; infinite if one is not finite."""
+    amax = amax_over(x, tuple(range(x.ndim)), keepdims=False)
+    return jnp.where(jnp.isnan(amax), np.float32(np.inf), amax).reshape(1, 1)
+
+
 def by_kernel(
-    x: BFloat16[Array, "*shape"], *words: Array, uses: tuple[BlockUse, ...], interpret: bool = False
+    x: BFloat16[Array, "*shape"], *others: Array, uses: tuple[BlockUse, ...], interpret: bool = False
 ) -> list[Array]:
     """The same by GPU kernels, on one device."""
     first, ndim = uses[0], x.ndim
     rows, summed = first.matrix(x.shape)
     matrix = x.reshape(rows, summed) if first.is_trailing(ndim) else x.reshape(summed, rows)
+    amax = []
     if first.blocks == MX:
         from .mxfp8 import quantize_mxfp8
 
@@ -143,7 +173,7 @@ def by_kernel(
         wanted = {"rows": True in trailing, "columns": False in trailing}
         found, units = quantize_mxfp8(matrix, first.format, **wanted, interpret=interpret), []
     else:
-        found, units = _in_nvfp4(matrix, words, uses, ndim, interpret=interpret)
+        found, units, amax = _in_nvfp4(matrix, others, uses, ndim, interpret=interpret)
     results = []
     for index, (use, (data, swizzled)) in enumerate(zip(uses, found, strict=True)):
         order = use.order(ndim)
@@ -154,21 +184,21 @@ def by_kernel(
         results += [lax.transpose(data.reshape(shape), back), lax.transpose(bits, back), swizzled]
         if units:
             results.append(units[index].reshape((1,) * ndim))
-    return results
+    return [*results, *amax]
 
 
 def _in_nvfp4(
     matrix: BFloat16[Array, "rows columns"],
-    words: Sequence[UInt32[Array, "2"]],
+    others: Sequence[Array],
     uses: Sequence[BlockUse],
     ndim: int,
     *,
     interpret: bool,
-) -> tuple[list[tuple[Array, ...]], list[Float32[Array, ""]]]:
-    """What the kernels return for each use, and the scale of the tensor."""
+) -> tuple[list[tuple[Array, ...]], list[Float32[Array, ""]], list[Float32[Array, "1 1"]]]:
+    """What the kernels return for each use, and the scale of the tensor; and the amax, if that is stored."""
     from .nvfp4 import Side, amaxes, quantize_nvfp4
 
-    sides, scales, seeds, units, remaining = [], [], [], [], iter(words)
+    sides, scales, seeds, units, remaining = [], [], [], [], iter(others)
     for use in uses:
         scaling = use.after_rotation
         assert isinstance(scaling, NVFP4Scaling)
@@ -178,19 +208,20 @@ def _in_nvfp4(
             key = jax.random.wrap_key_data(next(remaining), impl="threefry2x32")
             seeds.append(jax.random.bits(key, (), jnp.uint32))
     # Squares look the same from both sides.
-    different = list(dict.fromkeys(side._replace(axis=1) if side.is_square else side for side in sides))
-    found = dict(zip(different, amaxes(matrix, different, interpret=interpret), strict=True))
-    limit = E4M3.max * E2M1.max
-    for side, use in zip(sides, uses, strict=True):
-        amax = found[side._replace(axis=1) if side.is_square else side]
-        if use.scale_bits < 24:
-            units.append(scale_of(amax, limit, use.scale_bits))
-            multiplier = np.float32(1.0) / units[-1]
+    seen = [side._replace(axis=1) if side.is_square else side for side in sides]
+    different = list(dict.fromkeys(side for side, use in zip(seen, uses, strict=True) if not use.is_delayed))
+    measured = amaxes(matrix, different, interpret=interpret) if different else []
+    found = dict(zip(different, measured, strict=True))
+    for side, use in zip(seen, uses, strict=True):
+        if use.is_delayed:
+            unit, multiplier = unit_of_stored(others[-1] * np.float32(GROUP**0.5 if side.is_rotated else 1.0))
         else:
-            multiplier = multiplier_of(amax, limit)
-            units.append(np.float32(1.0) / multiplier)
-        scales.append(jnp.stack([multiplier / np.float32(E2M1.max), SMALLEST_SCALE * multiplier, units[-1]]))
-    return quantize_nvfp4(matrix, sides, jnp.stack(scales), seeds, interpret=interpret), units
+            unit, multiplier = unit_of_amax(found[side], use.format, use.scale_bits)
+        units.append(unit)
+        scales.append(jnp.stack([multiplier / np.float32(E2M1.max), SMALLEST_SCALE * multiplier, unit]))
+    keeps_amax = any(use.is_delayed for use in uses)
+    *results, amax = quantize_nvfp4(matrix, sides, jnp.stack(scales), seeds, keeps_amax=keeps_amax, interpret=interpret)
+    return results, units, [amax.reshape(1, 1)] if keeps_amax else []
 
 
 def _avals(x: Any, *words: Any, uses: tuple[BlockUse, ...], device: Device) -> list[Any]:

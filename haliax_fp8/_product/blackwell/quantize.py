@@ -31,8 +31,8 @@ def in_one_pass(
     uses = [this] if other is None or other.blocks != this.blocks else [this, other]
     device = Device.default()
     is_plain = type(use.members) is Members and not use.ensemble and use.contiguous_sum and x.dtype == jnp.bfloat16
-    # All devices' parts of a tensor have one scale, which no kernel knows.
-    is_whole = not use.devices or this.blocks == MX
+    # All devices' parts of a tensor have one scale, which no kernel knows, unless it is stored.
+    is_whole = not use.devices or this.blocks == MX or use.stored_scale is not None
     fitting = [one for one in uses if one.fits(x.shape)]
     if not (device.is_cuda_from(10.0, below=11.0) and is_plain and is_whole and this in fitting):
         return None
@@ -40,5 +40,6 @@ def in_one_pass(
     drawn = dict(zip([one for one in (this, other) if one and one.rounding.needs_key], keys, strict=True))
     fitting = sorted(dict.fromkeys(fitting), key=lambda one: -one.contracted[-1])
     words = [jax.random.key_data(drawn[one]) for one in fitting if one in drawn]
-    results = quantize_blocks_p.bind(x, *words, uses=tuple(fitting), device=device)
+    stored = [] if use.stored_scale is None else [use.stored_scale]
+    results = quantize_blocks_p.bind(x, *words, *stored, uses=tuple(fitting), device=device)
     return as_quantized(results, fitting)[fitting.index(this)]

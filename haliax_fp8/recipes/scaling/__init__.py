@@ -18,6 +18,7 @@ from .base import (
 from .block import BlockScaling as BlockScaling
 from .current import CurrentScaling as CurrentScaling, RowwiseScaling as RowwiseScaling
 from .delayed import (
+    AmaxHistory as AmaxHistory,
     DelayedScaling as DelayedScaling,
     quantize_by_stored_scale as quantize_by_stored_scale,
     scale_of_amax as scale_of_amax,

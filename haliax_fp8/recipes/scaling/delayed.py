@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32
 from ..._arguments import require_bool, require_integer
 from ..._numerics.quantized_array import QuantizedArray, divide_by
 from ...devices.device import FP8_UNITS, MatrixUnits
-from .amax_of_history import AbstractAmaxCompute, MaxOfHistory
+from .amax_of_history import AbstractAmaxCompute, MaxOfHistory, Percentile
 from .base import AbstractScaling, CastCost, OperandUse, of_all_elements, require_margin
 from .memory import AbstractMemory
 from .multiplier import positive_or_one, round_down_to_power_of_two
@@ -144,8 +144,10 @@ class AmaxHistory(AbstractMemory):
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
     ) -> Float[Array, "*ensemble 1 parts"]:
-        """The amaxes of rows."""
-        del quantized
+        """The amaxes of rows; that of all, where quantizing has found it already."""
+        amax = quantized.amax
+        if amax is not None and amax.ndim == ensemble + 2 and not isinstance(self.amax_compute, Percentile):
+            return amax
         return self.amax_compute.measure(x, ensemble)
 
     def head(
@@ -242,12 +244,17 @@ def quantize_by_stored_scale(x: Float[Array, "*shape"], use: OperandUse) -> Quan
         >>> quantize_by_stored_scale(jnp.array([0.25, 1000.0]), use).data
         Array([0.5, 448], dtype=float8_e4m3fn)
     """
+    return divide_by(x, of_all_elements(stored_scale_of(use), x.ndim), use.cast, scale_bits=use.scale_bits)
+
+
+def stored_scale_of(use: OperandUse) -> Float32[Array, " *ensemble"]:
+    """The scales that the state holds; raises a ValueError if `use` has none."""
     if use.stored_scale is None:
         raise ValueError(
             "use.stored_scale=None: this scaling takes its scale from state; call OperandUse(..., stored_scale=scale), "
             "with a float32 scale for each member"
         )
-    return divide_by(x, of_all_elements(use.stored_scale, x.ndim), use.cast, scale_bits=use.scale_bits)
+    return use.stored_scale
 
 
 def scale_of_amax(

@@ -1,8 +1,10 @@
 """Random Hadamard transform: spreads outliers over their neighbours before an operand is quantized."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
+import numpy as np
 from jaxtyping import Array, Float
 
 from ..._arguments import require
@@ -11,6 +13,7 @@ from ..._numerics.rounding import GROUP, Rotation
 from ...devices.device import MatrixUnits
 from ...formats import Format
 from .base import AbstractScaling, CastCost, OperandUse
+from .memory import AbstractMemory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +25,14 @@ class HadamardScaling(AbstractScaling):
     random signs. A grouped product, which sums over parts of an axis, is not rotated.
 
     Args:
-        scaling: How the rotated operand is quantized; a stateless scaling.
+        scaling: How the rotated operand is quantized. Its scales may not all come from a state, which knows the operand
+            before it is rotated: a rotation makes an amax at most four times as large, which blocks with scales of
+            their own can hold.
         padding: Whether to pad an axis with zeros if its length is not a multiple of 16.
 
     Raises:
-        ValueError: If `scaling` keeps state; when used, if an axis would be padded and `padding` is False.
+        ValueError: If `scaling` has all its scales from a state; when used, if an axis would be padded and `padding` is
+            False.
 
     References:
         QuaRot (arXiv:2404.00456); arXiv:2509.25149, section 4.2: on the operands of wgrad.
@@ -39,11 +45,21 @@ class HadamardScaling(AbstractScaling):
 
     def __post_init__(self) -> None:
         require("scaling", self.scaling, AbstractScaling, "CurrentScaling() or NVFP4Scaling()", of="HadamardScaling")
-        if self.scaling.memory is not None:
+        if self.scaling.stores_scale:
             raise ValueError(
-                f"scaling={self.scaling} of HadamardScaling keeps state, which describes the operand before it is "
-                "rotated; use a stateless one, such as CurrentScaling() or NVFP4Scaling()"
+                f"scaling={self.scaling} of HadamardScaling has its scale from the state, which describes the operand "
+                "before it is rotated; use a scaling that measures, such as CurrentScaling() or NVFP4Scaling()"
             )
+
+    @functools.cached_property
+    def memory(self) -> AbstractMemory | None:
+        """That of the scaling, of the operand before it is rotated."""
+        return self.scaling.memory
+
+    @functools.cached_property
+    def stores_scale(self) -> bool:
+        """No."""
+        return False
 
     @property
     def units(self) -> MatrixUnits:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -71,5 +87,8 @@ class HadamardScaling(AbstractScaling):
                 f"axis {rotation.axis} of an operand of shape {x.shape} is not a multiple of the {GROUP} elements that "
                 f"{self} rotates; make it one, or let it be padded with zeros, padding=True"
             )
+        if use.stored_scale is not None:
+            # Elements are sums of 16, each times a quarter.
+            use = use._replace(stored_scale=use.stored_scale * np.float32(GROUP**0.5))
         quantized = self.scaling.quantize(rotation.apply(x), use)
-        return dataclasses.replace(quantized, rotation=rotation)
+        return dataclasses.replace(quantized, rotation=rotation, amax=None)

@@ -1,6 +1,7 @@
 """NVFP4: 4-bit data in blocks of 16, with a scale of 8 bits for each block and one of 32 bits for the tensor."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ..._arguments import require_bool
+from ..._arguments import require, require_bool
 from ..._jax.meshes import largest_over_devices
 from ..._jax.xla import force_cast
 from ..._numerics.casts import saturating_cast, spacing_of
@@ -17,6 +18,8 @@ from ...devices.device import FP4_UNITS, MatrixUnits
 from ...formats import E2M1, E4M3, Format
 from .base import AbstractScaling, CastCost, OperandUse
 from .block import block_shape, blockwise_amax, blockwise_sum
+from .delayed import DelayedScaling, stored_scale_of
+from .memory import AbstractMemory
 from .multiplier import multiplier_of, scale_of
 
 
@@ -24,6 +27,9 @@ from .multiplier import multiplier_of, scale_of
 SMALLEST_SCALE = np.float32(2.0**-125)
 
 _MARGIN = np.float32(2.0**-13)
+
+# Of 448: a power of two, so that a scale keeps its few bits.
+_LARGEST_BLOCK_SCALE = np.float32(256.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +51,14 @@ class NVFP4Scaling(AbstractScaling):
         per_device: Inside `jax.shard_map`, a tensor scale for each device's part, as in `CurrentScaling`.
         per_row: A scale for each row instead of one for the tensor, so that rows do not depend on each other. It
             multiplies the product's rows. Kernels keep one scale.
+        delayed: Takes the tensor's scale from its amaxes in earlier steps, so that it need not be read before it is
+            quantized: `tensor_scale = scale / 256` with the `scale` of that scaling. Blocks may grow to 1.75 times the
+            largest of those amaxes before they are clipped. None takes it from the tensor itself.
 
     Raises:
-        ValueError: If `per_device` or `per_row` is neither True nor False, or `per_row` is combined with `square`; when
-            used, if the last block is partial and `padding` is False.
+        ValueError: If `per_device` or `per_row` is neither True nor False, `delayed` is another scaling, `per_row` is
+            combined with `square`, or `delayed` with `per_row` or `per_device`; when used, if the last block is partial
+            and `padding` is False.
 
     References:
         NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149); TransformerEngine's
@@ -71,6 +81,7 @@ class NVFP4Scaling(AbstractScaling):
     four_over_six: bool = False
     per_device: bool = False
     per_row: bool = False
+    delayed: DelayedScaling | None = None
 
     units: ClassVar[MatrixUnits] = FP4_UNITS
     rounds_scale: ClassVar[bool] = True
@@ -86,6 +97,25 @@ class NVFP4Scaling(AbstractScaling):
                 "per_row=True and square=True of NVFP4Scaling: a block of 16x16 has one scale for its 16 rows; use "
                 "per_row for inputs and gradients, and square for kernels"
             )
+        if self.delayed is None:
+            return
+        require("delayed", self.delayed, DelayedScaling, "DelayedScaling(), or None", of="NVFP4Scaling")
+        if self.per_row or self.per_device:
+            name = "per_row" if self.per_row else "per_device"
+            raise ValueError(
+                f"{name}=True and delayed={self.delayed} of NVFP4Scaling: the state has one scale for all of a "
+                "tensor; give one of the two"
+            )
+
+    @functools.cached_property
+    def memory(self) -> AbstractMemory | None:
+        """That of `delayed`."""
+        return None if self.delayed is None else self.delayed.memory
+
+    @functools.cached_property
+    def stores_scale(self) -> bool:
+        """No: blocks have scales too."""
+        return False
 
     @property
     def per_axis(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -104,17 +134,11 @@ class NVFP4Scaling(AbstractScaling):
         amax = blockwise_amax(use.counted(x), block)
         # A block that holds an infinity or NaN has a scale of NaN, and leaves the others theirs.
         finite = jnp.isfinite(amax)
-        axes = use.contracted if self.per_row else tuple(range(use.ensemble, x.ndim))
-        tensor_amax = jnp.max(jnp.where(finite, amax, 0.0), axis=axes, keepdims=True, initial=0.0)
-        tensor_amax = largest_over_devices(tensor_amax, () if self.per_device or self.per_row else use.devices)
-        limit = E4M3.max * use.format.max
-        if use.scale_bits < 24:
-            unit = scale_of(tensor_amax, limit, use.scale_bits)
-            multiplier = np.float32(1.0) / unit
-        else:
-            multiplier = multiplier_of(tensor_amax, limit)
-            unit = np.float32(1.0) / multiplier
+        unit, multiplier = self._tensor_scale(amax, finite, use)
+        largest = None if self.delayed is None else _largest(amax, use.ensemble)
         exact_scale = amax * (multiplier / np.float32(use.format.max))
+        if self.delayed is not None:
+            exact_scale = jnp.minimum(exact_scale, np.float32(E4M3.max))
         # Else the scale, a product of the two, would be flushed to zero for tensors below 1e-34.
         exact_scale = jnp.where(amax > 0.0, jnp.maximum(exact_scale, SMALLEST_SCALE * multiplier), np.float32(0.0))
         scale = _block_scale(exact_scale, use) * unit
@@ -122,7 +146,17 @@ class NVFP4Scaling(AbstractScaling):
             scale = self._better(x, scale, exact_scale, unit, use, block)
         scale = jnp.where(finite, scale, np.float32(np.nan))
         data = use.cast(_scaled(x, scale, block))
-        return QuantizedArray(data, scale, block, tensor_scale=unit, tensor_scale_bits=use.scale_bits)
+        return QuantizedArray(data, scale, block, tensor_scale=unit, tensor_scale_bits=use.scale_bits, amax=largest)
+
+    def _tensor_scale(self, amax: Array, finite: Array, use: OperandUse) -> tuple[Array, Array]:
+        """The tensor's scale, with the rank of the blocks, and its reciprocal."""
+        if self.delayed is not None:
+            stored = stored_scale_of(use)
+            return unit_of_stored(stored.reshape(*stored.shape, *(1,) * (amax.ndim - stored.ndim)))
+        axes = use.contracted if self.per_row else tuple(range(use.ensemble, amax.ndim))
+        tensor_amax = jnp.max(jnp.where(finite, amax, 0.0), axis=axes, keepdims=True, initial=0.0)
+        tensor_amax = largest_over_devices(tensor_amax, () if self.per_device or self.per_row else use.devices)
+        return unit_of_amax(tensor_amax, use.format, use.scale_bits)
 
     def _better(
         self, x: Array, for_six: Array, exact_scale: Array, unit: Array, use: OperandUse, block: tuple[int, ...]
@@ -138,6 +172,30 @@ class NVFP4Scaling(AbstractScaling):
         better = error_of_four * ratio * ratio + _MARGIN * (error_of_six + np.float32(1.0)) < error_of_six
         fits = exact_scale * np.float32(1.5) <= np.float32(E4M3.max)
         return jnp.where(better & fits, for_four, for_six)
+
+
+def unit_of_amax(
+    amax: Float32[Array, "*ones"], format: Format, bits: int
+) -> tuple[Float32[Array, "*ones"], Float32[Array, "*ones"]]:
+    """A tensor's scale from its amax, rounded up to so many significant bits, and its reciprocal."""
+    limit = E4M3.max * format.max
+    if bits < 24:
+        unit = scale_of(amax, limit, bits)
+        return unit, np.float32(1.0) / unit
+    multiplier = multiplier_of(amax, limit)
+    return np.float32(1.0) / multiplier, multiplier
+
+
+def unit_of_stored(scale: Float32[Array, "*ones"]) -> tuple[Float32[Array, "*ones"], Float32[Array, "*ones"]]:
+    """A tensor's scale from the one that the state holds, which has few significant bits already; its reciprocal."""
+    unit = jnp.maximum(scale / _LARGEST_BLOCK_SCALE, np.finfo(np.float32).tiny)
+    return unit, np.float32(1.0) / unit
+
+
+def _largest(amax: Float32[Array, "*blocks"], ensemble: int) -> Float32[Array, "*ensemble 1 1"]:
+    """The largest amax of each member's blocks; infinite instead of NaN, which a maximum may drop."""
+    amax = jnp.where(jnp.isnan(amax), np.float32(np.inf), amax)
+    return jnp.max(amax, axis=tuple(range(ensemble, amax.ndim)), initial=0.0)[..., None, None]
 
 
 def _block_scale(exact_scale: Float32[Array, "*blocks"], use: OperandUse) -> Float32[Array, "*blocks"]:
