@@ -57,7 +57,7 @@ WAYS = {
     "bf16": LIBRARIES["bf16"],
     "haliax.quantization": LIBRARIES["haliax.quantization"],
     **{recipe: _library(recipe) for recipe in ("delayed", "mxfp8", "nvfp4")},
-    **{f"{recipe}, one pass": _library(recipe, one_pass=True) for recipe in ("mxfp8", "nvfp4")},
+    **{f"{recipe}, one pass": _library(recipe, one_pass=True) for recipe in ("mxfp8", "nvfp4", "nvfp4_delayed")},
 }
 
 

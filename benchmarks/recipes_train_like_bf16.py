@@ -9,10 +9,13 @@ back; "as bf16" is the loss of the trained weights without FP8.
 
 `--suite` says what is compared: `recipes` all of them; `delayed` what delayed scaling starts with and remembers;
 `parts` the products and layers of current scaling one by one; `attention` recipes with attention's projections in bf16;
-`nvfp4` parts of NVFP4's recipe; `phases` a recipe in a part of the steps, with bf16 before and after; `middle` 8-bit
-recipes that start in bf16; `memory` moments in FP8 and weights without float32 masters, with `--hidden 128`; `stress`
-what breaks which. Runs are kept in `--out`, one file for each variant, task
-and setting, and not run again: interrupt it and go on, or ask for more seeds. `--curves` writes all curves, thinned.
+`nvfp4` parts of NVFP4's recipe; `four_bits` and `mxfp4` what lowers the gap of recipes in four bits; `over_steps`
+recipes and phases beside bf16 with fewer steps; `phases` a recipe in a part of the steps, with bf16 before and after;
+`middle` 8-bit recipes that start in bf16; `memory` moments in FP8 and weights without float32 masters, with
+`--hidden 128`; `stress` what breaks which. `--against` also compares with another variant than bf16.
+
+Runs are kept in `--out`, one file for each variant, task and setting, and not run again: interrupt it and go on, or ask
+for more seeds. `--curves` writes all curves, thinned.
 On a GPU, give `--layers 12 --hidden 768 --length 1024 --batch 64 --steps 5000`, and a text of your own with `--task`.
 """
 
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import output
-from lib.paired_gaps import RunFile, final, paired_gap, thinned
+from lib.paired_gaps import Gap, RunFile, final, paired_change, paired_gap, thinned
 from lib.training_runs import Schedule, train
 from lib.training_tasks import AbstractTask, LanguageTask, VisionTask
 from lib.training_variants import BASELINE, SUITES
@@ -73,7 +76,13 @@ def _case(name: str, options: argparse.Namespace) -> Case:
     of_language = given("length", "experts", "stacked", "embedding_scale")
     sizes = given("layers", "hidden", "batch") | ({} if name == "digits" else of_language)
     schedule = Schedule(options.steps, options.every, options.learning_rate, options.decay)
-    return Case(name, dataclasses.replace(task, **sizes), schedule)
+    shown = [name, *(f"{value} {_SHOWN[of]}" for of, value in sizes.items() if of in _SHOWN)]
+    if schedule.decay != Schedule.decay:
+        shown.append(f"{schedule.decay} rate")
+    return Case(", ".join(shown), dataclasses.replace(task, **sizes), schedule)
+
+
+_SHOWN = {"layers": "blocks", "hidden": "wide", "experts": "experts", "embedding_scale": "x the embedding"}
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -96,8 +105,13 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     seeds, lambda seed, run=run: run(seed=seed), lambda _: progress.advance(bar, options.steps)
                 )
     for case in found:
+        of = lambda name, case=case: records[case.name, name]
         for name in variants:
-            yield row(case, name, records[case.name, name], records[case.name, "bf16"])
+            change = {}
+            if options.against in variants:
+                found_change = paired_change(final(of(name)), final(of(options.against)), final(of("bf16")))
+                change = {"change": str(found_change), "change_interval": shown_interval(found_change)}
+            yield row(case, name, of(name), of("bf16")) | change
     if options.suite == "memory" and len(found) > 1:
         both = dataclasses.replace(found[0], name="all together")
         of_all = lambda name: {f"{c.name} {seed}": x for c in found for seed, x in records[c.name, name].items()}
@@ -117,13 +131,18 @@ def row(case: Case, name: str, records: dict[Any, Any], baseline: dict[Any, Any]
         "steps": case.schedule.steps,
         **dataclasses.asdict(gap),
         "gap": str(gap),
-        "interval": "{:+.2f} to {:+.2f} %".format(*gap.interval),
+        "interval": shown_interval(gap),
         "gap_in_bf16": str(in_bf16),
         "mean_in_bf16": in_bf16.mean,
         "final": final(records),
         "curves": curves,
         "validation": validation,
     }
+
+
+def shown_interval(gap: Gap) -> str:
+    """Its 95 % interval."""
+    return "{:+.2f} to {:+.2f} %".format(*gap.interval)
 
 
 def _slug(name: str) -> str:
@@ -137,6 +156,8 @@ COLUMNS = {
     "seeds": lambda row: str(row["seeds"]),
     "gap to bf16": lambda row: row["gap"] if row["variant"] != "bf16" else f"(loss {_mean_loss(row):.4f})",
     "95 %": lambda row: row["interval"] if row["variant"] != "bf16" else "",
+    "change": lambda row: row.get("change", ""),
+    "its 95 %": lambda row: row.get("change_interval", ""),
     "of one run": lambda row: f"{row['deviation']:.2f} %" if row["variant"] != "bf16" else "",
     "as bf16": lambda row: row["gap_in_bf16"] if row["variant"] != "bf16" else "",
 }
@@ -157,6 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak")
     parser.add_argument("--decay", choices=("cosine", "constant"), default="cosine", help="of the learning rate")
     parser.add_argument("--variant", default="", help="a regular expression: only variants where it is found, and bf16")
+    parser.add_argument("--against", default="", help="also show the change against this variant")
     parser.add_argument("--case", default="", help="of --suite stress, likewise")
     for name in ("layers", "hidden", "length", "batch"):
         parser.add_argument(f"--{name}", type=int, help="of the model or of a batch")
@@ -171,7 +193,8 @@ def main(argv: list[str] | None = None) -> None:
     output.add_arguments(parser)
     options = parser.parse_args(argv)
     found = list(rows(options))
-    output.finish(f"Gap of the validation loss to bf16, suite {options.suite}", COLUMNS, found, options)
+    columns = {name: text for name, text in COLUMNS.items() if options.against or name not in ("change", "its 95 %")}
+    output.finish(f"Gap of the validation loss to bf16, suite {options.suite}", columns, found, options)
     if options.curves:
         write_curves(options.curves, found)
 

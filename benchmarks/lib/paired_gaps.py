@@ -53,9 +53,29 @@ def paired_gap[Seed](losses: Mapping[Seed, float], baseline: Mapping[Seed, float
     seeds = [seed for seed in losses if seed in baseline and math.isfinite(baseline[seed])]
     finite = [seed for seed in seeds if math.isfinite(losses[seed])]
     gaps = np.array([100.0 * (losses[seed] / baseline[seed] - 1.0) for seed in finite])
+    return _gap_of(gaps, broken=len(seeds) - len(finite))
+
+
+def paired_change[Seed](
+    losses: Mapping[Seed, float], others: Mapping[Seed, float], baseline: Mapping[Seed, float]
+) -> Gap:
+    """How the gap of one kind of run differs from another's, `100 * (loss - other) / baseline`, over common seeds.
+
+    Args:
+        losses: The loss of each seed.
+        others: Those of the other kind.
+        baseline: Those of which both gaps are percentages.
+    """
+    seeds = [seed for seed in losses if seed in others and seed in baseline]
+    changes = np.array([100.0 * (losses[seed] - others[seed]) / baseline[seed] for seed in seeds])
+    finite = changes[np.isfinite(changes)]
+    return _gap_of(finite, broken=len(changes) - len(finite))
+
+
+def _gap_of(gaps: np.ndarray, *, broken: int) -> Gap:
     deviation = float(gaps.std(ddof=1)) if len(gaps) > 1 else math.nan
     mean = float(gaps.mean()) if len(gaps) else math.nan
-    return Gap(mean, deviation / math.sqrt(max(1, len(gaps))), deviation, len(gaps), len(seeds) - len(finite))
+    return Gap(mean, deviation / math.sqrt(max(1, len(gaps))), deviation, len(gaps), broken)
 
 
 def final[Seed](records: Mapping[Seed, Mapping[str, Any]], curve: str = "validation") -> dict[Seed, float]:

@@ -140,6 +140,7 @@ FOUR_BITS = {
     "four over six": _variant(_four_over_six(_NVFP4)),
     "wgrad without bias": _variant(dataclasses.replace(_NVFP4, input_for_wgrad=_NVFP4.output_grad_for_wgrad)),
     "a scale for each row": _variant(dataclasses.replace(_NVFP4, input=Quantization(E2M1, NVFP4Scaling(per_row=True)))),
+    "delayed tensor scale": _variant("nvfp4_delayed", calibrated=True),
     "last block in MXFP8": Variant(_hybrid("nvfp4", "blocks.blocks.1.*")),
     "attention in MXFP8": Variant(_hybrid("nvfp4", "*.attention.*")),
     "attention of the first block in MXFP8": Variant(_hybrid("nvfp4", "blocks.blocks.0.attention.*")),

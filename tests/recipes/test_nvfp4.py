@@ -173,6 +173,68 @@ def test_in_bfloat16_the_tensor_scale_is_rounded_up(bits):
     np.testing.assert_allclose(got.scale, in_e4m3.astype(np.float64) * tensor_scale, rtol=2.0**-23)
 
 
+DELAYED = NVFP4Scaling(delayed=fp8.DelayedScaling(amax_history_length=4))
+
+
+@pytest.mark.parametrize("square", [False, True], ids=["1x16", "16x16"])
+@pytest.mark.parametrize("below", [1.0, 1.75, 4.0])
+def test_with_a_stored_scale_of_the_tensor_data_equal_the_reference(below, square):
+    """The largest block scale is 256 where the amax is as before, 448 where it is 1.75 times as large; then clipped."""
+    x, rows = MATRICES["normal"], 16 if square else 1
+    stored = np.abs(x).max() / np.float32(6.0 * below)
+    scaling = dataclasses.replace(DELAYED, square=square)
+    got = scaling.quantize(jnp.asarray(x), OperandUse(E2M1, (1,), stored_scale=jnp.float32(stored)))
+    unit = stored.astype(np.float64) / 256.0
+    exact = np.abs(by_blocks(x, rows)).max(axis=1).reshape(got.scale.shape) / 6.0 / unit
+    scale = np.minimum(exact, 448.0).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    np.testing.assert_allclose(got.scale, scale * unit, rtol=2.0**-22)
+    assert scale.max() == {1.0: 256.0, 1.75: 448.0, 4.0: 448.0}[below]
+    scaled = x / reference.expand((scale * unit).astype(np.float32), x.shape, rows, 16)
+    data = np.clip(scaled, -6.0, 6.0).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    # A quotient beside the middle of two neighbours may differ in its last bit.
+    assert np.mean(np.asarray(got.data, np.float32) != data) < 1e-3
+    assert float(got.amax[0, 0]) == np.abs(x).max()
+
+
+def test_a_stored_scale_holds_what_a_rotation_makes_of_an_operand():
+    """The amax grows at most fourfold: here it does, and nothing is clipped."""
+    signs = np.sign(np.asarray(Rotation(1, 16).undo(jnp.ones((1, 16)).at[:, 1:].set(0.0))))
+    x = jnp.asarray(np.float32(3.0) * np.tile(signs, (4, 2)))
+    use = OperandUse(E2M1, (1,), stored_scale=jnp.float32(0.5))
+    got = HadamardScaling(DELAYED).quantize(x, use)
+    assert float(np.abs(got.dequantize_rotated()).max()) == 12.0
+    np.testing.assert_allclose(got.dequantize(), x, rtol=1e-6)
+    assert float(got.tensor_scale.squeeze()) == 2.0 / 256.0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_step_that_is_not_finite_leaves_the_stored_scale(value):
+    """And the next step is as if it had not been."""
+    layer = fp8.fp8_linear_layers(eqx.nn.Linear(32, 32, key=jax.random.key(0)), recipe="nvfp4_delayed")
+    x = jnp.asarray(normal((48, 32)))
+    loss = lambda layer, x: (jax.vmap(fp8.with_rounding_keys(layer, KEY))(x) ** 2).sum()
+    step = jax.jit(lambda layer, x: fp8.partition_for_grad_overwrite(fp8.filter_grad(loss)(layer, x)))
+    scales = []
+    for data in (x, 2 * x, x.at[3, 4].set(value)):
+        overwrites, gradients = step(layer, data)
+        layer = fp8.apply_updates(layer, jax.tree.map(jnp.zeros_like, gradients), overwrites)
+        scales.append(float(layer.dot_general.scale("input")))
+    np.testing.assert_allclose(scales[0], np.abs(x).max() / 6.0, rtol=1e-6)
+    assert scales == [scales[0], 2 * scales[0], 2 * scales[0]]
+    assert float(layer.dot_general.amax_history("input")[0]) == 2 * np.abs(x).max()
+
+
+def test_a_history_has_the_length_that_a_configuration_asks_for():
+    """Behind a rotation too: the operand's two uses have one state."""
+    recipe = fp8.recipes.named["nvfp4_delayed"].with_amax_history_length(3)
+    assert recipe.input.scaling.delayed == fp8.DelayedScaling(amax_history_length=3)
+    assert recipe.input_for_wgrad.scaling.scaling == recipe.input.scaling
+    layer = fp8.fp8_linear_layers(
+        eqx.nn.Linear(16, 16, key=jax.random.key(0)), recipe="nvfp4_delayed", amax_history_length=3
+    )
+    assert layer.dot_general.amax_history("kernel").shape == (3,)
+
+
 def by_blocks(x, rows):
     """Of each block of 16 along the last axis, all elements: `[blocks, elements]`."""
     parts = reference.blocks(np.asarray(x, np.float64), rows, 16)
@@ -563,8 +625,12 @@ def test_wgrad_of_a_grouped_product_is_left_unrotated():
 
 
 def test_state_behind_a_rotation_is_refused():
-    with pytest.raises(ValueError, match=r"scaling=DelayedScaling\(.*stateless"):
+    with pytest.raises(ValueError, match=r"scaling=DelayedScaling\(.*a scaling that measures"):
         HadamardScaling(fp8.DelayedScaling())
+    other = HadamardScaling(NVFP4Scaling(delayed=fp8.DelayedScaling(amax_history_length=3)))
+    recipe = fp8.recipes.named["nvfp4_delayed"]
+    with pytest.raises(ValueError, match="an operand has one state"):
+        dataclasses.replace(recipe, input_for_wgrad=Quantization(E2M1, other))
 
 
 def test_rotating_one_operand_of_a_product_is_refused():
@@ -579,3 +645,13 @@ def test_per_row_is_refused_where_a_block_has_several_rows():
         NVFP4Scaling(per_row=True, square=True)
     with unchecked(), pytest.raises(ValueError, match="per_row=1 of NVFP4Scaling"):
         NVFP4Scaling(per_row=1)
+
+
+def test_a_stored_scale_is_refused_where_there_would_be_several():
+    for name in ("per_row", "per_device"):
+        with pytest.raises(ValueError, match=f"{name}=True and delayed=DelayedScaling"):
+            dataclasses.replace(DELAYED, **{name: True})
+    with unchecked(), pytest.raises(ValueError, match="delayed=CurrentScaling"):
+        NVFP4Scaling(delayed=CurrentScaling())
+    with pytest.raises(ValueError, match="use.stored_scale=None"):
+        DELAYED.quantize(jnp.ones((16, 16)), OperandUse(E2M1, (1,)))

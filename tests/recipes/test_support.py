@@ -47,7 +47,7 @@ NATIVE = {(recipe, device) for recipe in OUTSIDE_THE_SUM for device in WITH_OCP_
 IN_BLOCKS_OF_32 = ("mxfp8", "mxfp8_square", "deepseek", "mxfp4_mxfp8")
 NATIVE |= {(recipe, device) for recipe in IN_BLOCKS_OF_32 for device in WITH_BLOCKS_OF_32}
 # NVFP4's blocks of 16 are NVIDIA's alone.
-IN_BLOCKS_OF_16 = ("nvfp4",)
+IN_BLOCKS_OF_16 = ("nvfp4", "nvfp4_delayed")
 NATIVE |= {(recipe, device) for recipe in IN_BLOCKS_OF_16 for device in ("b200", "gb200")}
 
 
