@@ -27,6 +27,7 @@ from haliax_fp8.preflight import Verdict, inspect_step
 E4M3, E5M2, E2M1 = "f8e4m3fn", "f8e5m2", "f4e2m1fn"
 XLA_NAMES = {"E4M3": E4M3, "E5M2": E5M2, "E2M1": E2M1}
 IN_BLOCKS_OF_32 = ("deepseek", "mxfp8", "mxfp8_square", "mxfp4_mxfp8")
+IN_BLOCKS_OF_16 = ("nvfp4", "nvfp4_delayed")
 
 
 def total(products, figure):
@@ -101,7 +102,7 @@ DEQUANTIZED = "block scaling is emulated: the operands are dequantized and multi
 EMULATED = {
     **{(recipe, "h100"): (E4M3, "block-scaled products need compute capability 10.0") for recipe in IN_BLOCKS_OF_32},
     **{(recipe, "tpu7x"): ("bf16", f"{DEQUANTIZED} bf16") for recipe in IN_BLOCKS_OF_32},
-    **{("nvfp4", device): ("bf16", f"{DEQUANTIZED} bf16") for device in ("h100", "tpu7x")},
+    **{(recipe, device): ("bf16", f"{DEQUANTIZED} bf16") for recipe in IN_BLOCKS_OF_16 for device in ("h100", "tpu7x")},
 }
 
 
@@ -153,21 +154,21 @@ def test_every_product_is_what_the_recipe_says(recipe, device):
     for product in products:
         dtypes, verdict, reason = expected(recipe, device, product.name)
         found = tuple(sorted((product.lhs, product.rhs)))
-        if (recipe, device, found) == ("nvfp4", "tpu7x", ("bf16", "f32")):
+        if recipe in IN_BLOCKS_OF_16 and (device, found) == ("tpu7x", ("bf16", "f32")):
             # Of one product in float32, a TPU reads an operand in bfloat16, in which it multiplies by default.
             assert product.name == "fprop"
             found = dtypes
         assert (found, product.verdict) == (dtypes, verdict), product
         assert product.reason.startswith(reason) and bool(product.reason) == bool(reason), product
     assert total(products, lambda p: p.flops) == {product: count * FLOPS for product, count in runs.items()}
-    if recipe in (*IN_BLOCKS_OF_32, "nvfp4") and device == "b200":
+    if recipe in (*IN_BLOCKS_OF_32, *IN_BLOCKS_OF_16) and device == "b200":
         assert {product.implementation for product in products} == {"cuDNN block scaled"}
     # Rotations are products too. The way from a product back to the weight does not lead through blocks of 16.
     rotations = {(p.verdict, p.reason) for p in report.products if p.name not in runs}
-    if recipe == "nvfp4":
+    if recipe in IN_BLOCKS_OF_16:
         assert rotations == {(Verdict.HIGH_PRECISION, "rotates an operand")}
     else:
         assert rotations == set()
     # Nor through both casts of a kernel in E2M1.
-    if recipe not in ("nvfp4", "mxfp4_mxfp8"):
+    if recipe not in (*IN_BLOCKS_OF_16, "mxfp4_mxfp8"):
         assert layers(products) == {(product, name) for product in runs for name in SwiGLU.names}

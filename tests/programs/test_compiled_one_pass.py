@@ -71,11 +71,11 @@ def are_in_blocks(found):
     return {p.implementation for p in products} == {"cuDNN block scaled"} and found.step.opaque == ()
 
 
-@pytest.mark.parametrize(("recipe", "passes"), [("mxfp8", 1), ("nvfp4", 2)])
+@pytest.mark.parametrize(("recipe", "passes"), [("mxfp8", 1), ("nvfp4", 2), ("nvfp4_delayed", 1)])
 def test_each_operand_is_read_once(recipe, passes):
     """Both inputs and both gradients for two products, in one launch; kernels again in the backward pass, or once."""
     found, without = report(recipe), report(recipe, one_pass=False)
-    # MXFP8 quantizes each kernel again for dgrad; NVFP4, whose scales come from the tensor, keeps both copies.
+    # MXFP8 quantizes each kernel again for dgrad; NVFP4, with squares, keeps both copies.
     assert kernels(found) == passes * (2 + 2 + (4 if recipe == "mxfp8" else 2))
     assert are_in_blocks(found) and kernels(without) == 0
     # XLA's own order of scales for cuDNN is an array with this ending.

@@ -52,12 +52,15 @@ LAYOUTS = {
     "sharded and features": ({"embed": "data", **FEATURES}, {**DATA, **FEATURES}),
     "sequences": ({}, {**DATA, **SEQUENCES}),
 }
-RECIPES = ("delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4")
+RECIPES = ("delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4", "nvfp4_delayed")
 # Of the loss, and of gradients in norm. Sums in another order differ in last bits, and some elements then round to the
 # next value. Where scales are powers of two, an ulp of an amax next to one doubles the scale of its block: its largest
 # element then loses an eighth in E4M3 if it was above 448. Other blocks than one device's would give the rounding
 # errors of two formats, 2.6e-2 * sqrt(2) in E4M3 and four times that in E2M1.
-LIMITS = {**dict.fromkeys(("rowwise", "deepseek", "mxfp8"), (1e-4, 2e-2)), "nvfp4": (1e-4, 3e-2)}
+LIMITS = {
+    **dict.fromkeys(("rowwise", "deepseek", "mxfp8"), (1e-4, 2e-2)),
+    **dict.fromkeys(("nvfp4", "nvfp4_delayed"), (1e-4, 3e-2)),
+}
 
 
 def gradients(models, x):
