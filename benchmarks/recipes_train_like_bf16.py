@@ -104,27 +104,27 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 records[case.name, name] = file.complete(
                     seeds, lambda seed, run=run: run(seed=seed), lambda _: progress.advance(bar, options.steps)
                 )
-    for case in found:
-        of = lambda name, case=case: records[case.name, name]
-        for name in variants:
-            change = {}
-            if options.against in variants:
-                found_change = paired_change(final(of(name)), final(of(options.against)), final(of("bf16")))
-                change = {"change": str(found_change), "change_interval": shown_interval(found_change)}
-            yield row(case, name, of(name), of("bf16")) | change
-    if options.suite == "memory" and len(found) > 1:
+    groups = [(case, {name: records[case.name, name] for name in variants}) for case in found]
+    for case, by_name in groups:
+        for name, of in by_name.items():
+            yield row(case, name, of, by_name["bf16"], by_name.get(options.against))
+    if len(found) > 1 and options.suite in ("memory", "four_bits", "mxfp4"):
         both = dataclasses.replace(found[0], name="all together")
-        of_all = lambda name: {f"{c.name} {seed}": x for c in found for seed, x in records[c.name, name].items()}
-        for name in chosen:
-            yield row(both, name, of_all(name), of_all("bf16"))
+        of_all = lambda name: {f"{case.name} {seed}": x for case, by in groups for seed, x in by[name].items()}
+        against = of_all(options.against) if options.against in variants else None
+        for name in variants:
+            yield row(both, name, of_all(name), of_all("bf16"), against) | {"curves": {}, "validation": {}}
 
 
-def row(case: Case, name: str, records: dict[Any, Any], baseline: dict[Any, Any]) -> dict[str, Any]:
-    """What a variant's runs say beside those in bf16."""
+def row(
+    case: Case, name: str, records: dict[Any, Any], baseline: dict[Any, Any], against: dict[Any, Any] | None
+) -> dict[str, Any]:
+    """What a variant's runs say beside those in bf16, and beside those of another variant."""
     gap = paired_gap(final(records), final(baseline))
     in_bf16 = paired_gap(final(records, "validation_bf16"), final(baseline))
     curves = {seed: thinned(record["losses"], max(1, case.schedule.steps // 20)) for seed, record in records.items()}
     validation = {seed: record["validation"] for seed, record in records.items()}
+    change = None if against is None else paired_change(final(records), final(against), final(baseline))
     return {
         "case": case.name,
         "variant": name,
@@ -132,6 +132,8 @@ def row(case: Case, name: str, records: dict[Any, Any], baseline: dict[Any, Any]
         **dataclasses.asdict(gap),
         "gap": str(gap),
         "interval": shown_interval(gap),
+        "change": "" if change is None else str(change),
+        "change_interval": "" if change is None else shown_interval(change),
         "gap_in_bf16": str(in_bf16),
         "mean_in_bf16": in_bf16.mean,
         "final": final(records),
@@ -156,8 +158,8 @@ COLUMNS = {
     "seeds": lambda row: str(row["seeds"]),
     "gap to bf16": lambda row: row["gap"] if row["variant"] != "bf16" else f"(loss {_mean_loss(row):.4f})",
     "95 %": lambda row: row["interval"] if row["variant"] != "bf16" else "",
-    "change": lambda row: row.get("change", ""),
-    "its 95 %": lambda row: row.get("change_interval", ""),
+    "change": lambda row: row["change"],
+    "its 95 %": lambda row: row["change_interval"],
     "of one run": lambda row: f"{row['deviation']:.2f} %" if row["variant"] != "bf16" else "",
     "as bf16": lambda row: row["gap_in_bf16"] if row["variant"] != "bf16" else "",
 }

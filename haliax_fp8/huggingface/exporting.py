@@ -6,12 +6,9 @@ import hashlib
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import haliax as hax
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import DTypeLike
 from rich.console import RenderableType
@@ -23,31 +20,20 @@ from .._tensor_names import is_embedding, is_head, is_router
 from ..folders.beside import copy_others, left_alone, write_config
 from ..folders.check import check_folder
 from ..folders.folder import TensorFolder, new_folder, require_folder_name, write_tensors
-from ..folders.layout import exponent_rounding, require_quantizable
 from ..folders.scaled_matrix import (
-    BF16,
-    BF16_BITS,
     ScaledMatrix,
-    Unit,
-    are_exponents,
-    in_two_levels,
     largest,
-    quantized_in_two_levels,
-    rounded_up,
-    spread,
 )
 from ..folders.tensors import Tensor, fused_with, tensors_in
-from ..formats import E4M3, Format
-from ..layers import Fp8DotGeneral, LayerRule, default_rules
-from ..layers.checks import check_not_modified, require_layers, require_merged, unrecorded_operands
+from ..layers import LayerRule, default_rules
+from ..layers.checks import check_not_modified, require_layers, require_merged
 from ..layers.walk import Targets, as_patterns
 from ..layouts import PLAIN, Layout, as_layout
-from ..recipes import SCALE_BITS, AbstractScaling, FolderScaling, NVFP4Scaling, OperandName, OperandUse
 from .architecture import names_of
 from .description import description_of
 from .model import tensors_of, without_sharing
 from .names import NameMap
-from .training_scales import quantized_as_in_training
+from .quantized_weight import quantized, require_exportable
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -312,10 +298,11 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
             continue
         named = dataclasses.replace(tensor, name=names.to_checkpoint(tensor.name))
         if layout is not None and tensor.is_chosen:
-            _require_quantizable(tensor, layout)
+            require_exportable(tensor, layout)
             fused = alike(tensor) if layout.has_units else (tensor,)
             of_all = functools.partial(amax, tuple(other.name for other in fused))
-            read = functools.partial(_quantized, tensor, layout, how, fused, of_all)
+            scales = {"training_scales": how.training_scales, "bf16_scales": how.bf16_scales}
+            read = functools.partial(quantized, tensor, layout, fused, of_all, **scales)
             named = dataclasses.replace(named, read=read, layout=layout)
         elif tensor.layer is not None:
             raise ValueError(
@@ -359,173 +346,6 @@ def _in_high_precision(tensors: Sequence[Tensor]) -> tuple[str, ...]:
     convolution is not taken for a linear layer that lost its scales.
     """
     return tuple(t.path for t in tensors if t.layout is None and t.is_weight and len(t.shape) > 1)
-
-
-# --- Scales -----------------------------------------------------------------------------------------------------------
-
-
-def _require_quantizable(tensor: Tensor, layout: Layout) -> None:
-    """Raises a ValueError if a layout cannot hold a layer's weight, as far as that is known before it is read."""
-    if tensor.layer is not None and tensor.dtype != layout.format.dtype:
-        raise ValueError(
-            f"{tensor.path} is in {tensor.dtype} in the model, and the layout has {layout.format.dtype}; export "
-            "serving.dequantize(model), which quantizes it again"
-        )
-    if layout.is_static and _scales_tokens(tensor):
-        raise ValueError(
-            f"{tensor.path} has a scale for each token of its input, and layout={layout.name!r} one for all of it: "
-            "write the weights alone, as 'NVFP4A16', or serve the model in process, with "
-            "quantize_for_inference(model, 'NVFP4_DYNAMIC')"
-        )
-    if layout.is_static and not _has_input_scale(tensor):
-        raise ValueError(
-            f"{tensor.path} has no scale for its input, which a static layout needs: it has to come from training "
-            "with delayed or static scaling, or from calibrate(fp8_linear_layers(model, recipe='static'), ...). "
-            f"{'NVFP4A16' if layout.has_units else 'FP8_DYNAMIC'!r} needs none"
-        )
-    require_quantizable(tensor.path, tensor.shape, layout)
-
-
-def _scales_tokens(tensor: Tensor) -> bool:
-    """Whether its input has scales in two levels, one of them for each token."""
-    if tensor.layer is not None:
-        quantization = tensor.layer.kernel.input
-    else:
-        quantization = None if tensor.op is None else tensor.op.recipe.input
-    scaling = None if quantization is None else quantization.scaling
-    return isinstance(scaling, NVFP4Scaling) and scaling.per_row
-
-
-def _has_input_scale(tensor: Tensor) -> bool:
-    if tensor.layer is not None:
-        return tensor.layer.kernel.input_scale is not None
-    if tensor.op is not None and tensor.op.folder_scales is not None and tensor.op.folder_scales.input is not None:
-        return True
-    return tensor.op is not None and _scaling(tensor.op, "input") is not None and _stored(tensor, "input") is not None
-
-
-def _scaling(op: Fp8DotGeneral | None, operand: OperandName, format: Format = E4M3) -> AbstractScaling | None:
-    """An operand's scaling in training; None if there is none that an export in a format can have."""
-    if op is None:
-        return None
-    quantization = op.recipe.uses[operand, "fprop"]
-    return quantization.scaling if quantization.format == format and quantization.scaling.quantizes else None
-
-
-def _stored(tensor: Tensor, operand: OperandName, format: Format = E4M3) -> float | None:
-    """The scale that the next step quantizes an operand with, if the state of training has it."""
-    scaling = _scaling(tensor.op, operand, format)
-    if tensor.op is None or scaling is None or not scaling.stores_scale:
-        return None
-    if operand in unrecorded_operands(tensor.op.state):
-        without = {
-            "kernel": "training_scales=False computes the scales of kernels from the weights",
-            "input": "'FP8_DYNAMIC' needs no scale of inputs",
-        }
-        raise ValueError(
-            f"the state of {tensor.path} has no scale of its {operand} yet, as before the first step. Calibrate the "
-            f"model, model = calibrate(model, loss_fn, batches), or train a step; or else {without[operand]}"
-        )
-    scale = np.asarray(tensor.op.scale(operand))
-    return float(scale[tensor.index[: scale.ndim]])
-
-
-def _quantized(
-    tensor: Tensor, layout: Layout, how: _How, fused: Sequence[Tensor], amax: Callable[[], float]
-) -> ScaledMatrix:
-    """The data and scales of a layer's weight in a layout.
-
-    Args:
-        tensor: The weight.
-        layout: The layout.
-        how: The arguments of the export.
-        fused: The weights that engines make one with it, itself included.
-        amax: Gives the largest magnitude of these.
-    """
-    block = layout.block((tensor.shape[0], tensor.shape[1]))
-    values = tensor.read()
-    if isinstance(values, np.ndarray) and how.training_scales and _has_folder_scales(tensor, layout):
-        made = _as_in_folder(tensor, values)
-        values = made if spread(made, block) is not None else values
-    if isinstance(values, ScaledMatrix):
-        if (finer := spread(values, block)) is None:
-            raise ValueError(
-                f"{tensor.path} is in FP8 in blocks of {values.block}, which the layout's blocks of {block} cannot "
-                "hold; choose the layout that it was imported from, or export serving.dequantize(model)"
-            )
-        if layout.exponents and not are_exponents(finer.scale):
-            raise ValueError(
-                f"{tensor.path} has scales that the layout cannot store: it takes powers of two, 2**-127 or larger. "
-                "Choose the layout that it was imported from, or export serving.dequantize(model)"
-            )
-        if layout.has_units:
-            if (two := in_two_levels(finer)) is None:
-                raise ValueError(
-                    f"{tensor.path} has one level of scales in the model, and the layout two; choose the layout that "
-                    "it was imported from, or export serving.dequantize(model)"
-                )
-            finer = two
-        return dataclasses.replace(finer, input_scale=values.input_scale if layout.is_static else None)
-    # How many significant bits a scale has where the step multiplies: fewer in bfloat16.
-    bits = {name: SCALE_BITS[name] if tensor.dtype == BF16 else 24 for name in ("kernel", "input")}
-    is_trained = how.training_scales and not layout.has_units
-    try:
-        made = (
-            quantized_in_two_levels(values, block, amax())
-            if layout.has_units
-            else quantized_as_in_training(
-                values,
-                block,
-                scaling=_scaling(tensor.op, "kernel", layout.format) if is_trained else None,
-                stored=_stored(tensor, "kernel", layout.format) if is_trained else None,
-                scale_bits=bits["kernel"],
-                bf16_scales=how.bf16_scales,
-                exponents=exponent_rounding(layout),
-                format=layout.format,
-            )
-        )
-    except ValueError as error:
-        raise ValueError(f"{tensor.path} cannot be exported: {error}") from None
-    if not layout.is_static:
-        return made
-    if layout.has_units:
-        scale = max(np.float32(_stored(other, "input")) for other in fused)
-    else:
-        scale = np.float32(_stored(tensor, "input"))
-    if not (np.isfinite(scale) and scale > 0):
-        raise ValueError(f"{tensor.path} has the input scale {scale}; calibrate the model, or train a step")
-    if layout.has_units:
-        # Of the same largest input, which blocks of E2M1 divide among their own scales. Its reciprocal is written.
-        divisor = np.float32(made.input_limit / (float(scale) * E4M3.max))
-        return dataclasses.replace(made, input_scale=1.0 / float(divisor))
-    scale = rounded_up(scale.reshape(1), min(bits["input"], BF16_BITS) if how.bf16_scales else bits["input"])[0]
-    return dataclasses.replace(made, input_scale=float(scale))
-
-
-def _has_folder_scales(tensor: Tensor, layout: Layout) -> bool:
-    """Whether a layer has the quantizer of a folder, whose data and scales a layout can hold, as far as that shows."""
-    if tensor.op is None or tensor.op.folder_scales is None:
-        return False
-    scaling, format = tensor.op.recipe.kernel.scaling, tensor.op.recipe.kernel.format
-    assert isinstance(scaling, FolderScaling)
-    is_alike = layout.has_units == (scaling.scales == "two_levels") and layout.format == format
-    return is_alike and (not layout.exponents or scaling.scales.startswith("e8m0"))
-
-
-def _as_in_folder(tensor: Tensor, values: np.ndarray) -> ScaledMatrix:
-    """A kernel as the products of training quantize it, where it has the scales of a folder."""
-    is_named = lambda x: isinstance(x, hax.NamedArray)
-    of_layer = jax.tree.map(lambda x: np.asarray(x.array)[tensor.index], tensor.op.folder_scales, is_leaf=is_named)
-    quantization = tensor.op.recipe.kernel
-    use = OperandUse(quantization.format, contracted=(1,), folder=of_layer)
-    made = jax.device_get(quantization.scaling.quantize(jnp.asarray(values), use))
-    divisor = of_layer.divisor
-    unit = None if divisor is None else Unit(divisor.view(np.float32), divides=True)
-    # In float64 the reciprocal of a reciprocal has the bits of the original.
-    of_input = _stored(tensor, "input") if of_layer.input is None else 1 / float(of_layer.input.view(np.float32))
-    # Values of E2M1 come in another format that holds them.
-    data = made.data.astype(np.float32).astype(quantization.format.dtype)
-    return ScaledMatrix(data, made.scale, made.block, "folder", of_input, unit)
 
 
 # --- Read back --------------------------------------------------------------------------------------------------------
