@@ -109,7 +109,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for name, of in by_name.items():
             yield row(case, name, of, by_name["bf16"], by_name.get(options.against))
     if len(found) > 1 and options.suite in ("memory", "four_bits", "mxfp4"):
-        both = dataclasses.replace(found[0], name="all together")
+        both = dataclasses.replace(found[0], name=", ".join(["all together", *found[0].name.split(", ")[1:]]))
         of_all = lambda name: {f"{case.name} {seed}": x for case, by in groups for seed, x in by[name].items()}
         against = of_all(options.against) if options.against in variants else None
         for name in variants:
@@ -198,13 +198,13 @@ def main(argv: list[str] | None = None) -> None:
     columns = {name: text for name, text in COLUMNS.items() if options.against or name not in ("change", "its 95 %")}
     output.finish(f"Gap of the validation loss to bf16, suite {options.suite}", columns, found, options)
     if options.curves:
-        write_curves(options.curves, found)
+        write_curves(options.curves, [{"suite": options.suite} | row for row in found])
 
 
 def write_curves(path: Path, found: list[dict[str, Any]]) -> None:
     """Writes the rows into a file that keeps those of other suites, with hardware and date for each."""
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
-    key = lambda row: (row["case"], row["variant"], row["steps"])
+    key = lambda row: (row["suite"], row["case"], row["variant"], row["steps"])
     new = {key(row): row | {"environment": output.described(output.environment())} for row in found}
     merged = {key(row): row for row in kept} | new
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in merged.values())

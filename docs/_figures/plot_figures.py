@@ -122,6 +122,8 @@ def convergence() -> Figure:
         baseline = of_case["bf16"]["curves"]
         for axes, names in zip(panels[:, column], shown, strict=True):
             for name, color in names.items():
+                if name not in of_case:
+                    continue
                 losses = of_case[name]["curves"]
                 gaps = np.array(
                     [100 * (np.divide(losses[seed], baseline[seed]) - 1) for seed in losses]
@@ -146,9 +148,10 @@ def convergence() -> Figure:
             )
         panels[0, column].set_title(title)
         panels[1, column].set_xlabel("step")
-    for axes in panels[:, 0]:
-        axes.set_ylabel("gap of the loss to bf16, %")
-        axes.legend(frameon=False, fontsize=8)
+    for axes, place, columns in zip(panels[:, 0], ("upper", "lower"), (2, 1), strict=True):
+        axes.set_ylabel("gap to bf16, %")
+        lines = axes.get_legend_handles_labels()
+        figure.legend(*lines, loc=f"outside {place} center", ncols=columns)
     return figure
 
 
