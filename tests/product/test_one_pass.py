@@ -1,6 +1,7 @@
 """Kernels that quantize operands in blocks, in Pallas' interpreter, beside the library's own quantization."""
 
 import contextlib
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -203,6 +204,18 @@ def test_transformations_give_the_same_numbers(way, recipe):
     traced = [_traced(function, recipe, rows, one_pass=one_pass) for one_pass in (True, False)]
     assert "fp8_quantize_blocks" in str(traced[0].jaxpr)
     results = [_computed(x, recipe, rows, one_pass=i == 0) for i, x in enumerate(traced)]
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.more
+def test_one_use_may_have_a_stored_scale_and_the_other_not():
+    """Each is quantized by kernels of its own."""
+    named = fp8.recipes.named
+    recipe = dataclasses.replace(named["nvfp4_delayed"], input_for_wgrad=named["nvfp4"].input_for_wgrad)
+    traced = [_traced(_rows, recipe, 256, one_pass=one_pass) for one_pass in (True, False)]
+    assert "fp8_quantize_blocks" in str(traced[0].jaxpr)
+    results = [_computed(x, recipe, 256, one_pass=i == 0) for i, x in enumerate(traced)]
     for a, b in zip(*results, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 

@@ -57,6 +57,17 @@ def test_scales_are_those_of_the_whole_tensor(recipe, check_vma):
     assert np.linalg.norm(divided - whole) <= 1e-6 * np.linalg.norm(whole)
 
 
+def test_an_amax_found_in_blocks_is_that_of_all_devices():
+    """The state is that of one device, by one maximum over devices."""
+    model, x, mesh = problem(Recipe.of(NVFP4Scaling(delayed=fp8.DelayedScaling()), forward=E2M1))
+    inside = lambda model, x: fp8.filter_grad(loss)(model, x)
+    divided = jax.shard_map(inside, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P())
+    assert maxima_over_devices(divided, model, x) == 1
+    states = [jax.tree.leaves(jax.jit(take)(model, x)[0]) for take in (divided, inside)]
+    np.testing.assert_array_equal(*[state[0] for state in states])
+    assert float(jnp.max(states[0][0])) > 0.0
+
+
 def test_scales_of_each_device():
     """Another scale for each part: the FP8 numbers differ, by a rounding error of E4M3 and E5M2."""
     divided, whole = kernel_gradients(Recipe.of(CurrentScaling(per_device=True)), check_vma=True)

@@ -28,7 +28,8 @@ def in_one_pass(
         other: The operand's other use, if it is quantized for that now.
         keys: The keys of both that round at random, this one's first.
     """
-    uses = [this] if other is None or other.blocks != this.blocks else [this, other]
+    alike = other is not None and (other.blocks, other.is_delayed) == (this.blocks, this.is_delayed)
+    uses = [this, other] if other is not None and alike else [this]
     device = Device.default()
     is_plain = type(use.members) is Members and not use.ensemble and use.contiguous_sum and x.dtype == jnp.bfloat16
     # All devices' parts of a tensor have one scale, which no kernel knows, unless it is stored.
