@@ -157,7 +157,9 @@ def make_forecasts(devices: Sequence[str], plan: Plan) -> None:
     def add(rows: Iterator[output.Row]) -> None:
         for row in rows:
             key = row["device"], *key_of(row)
-            if key not in known:
+            if "error" in row:
+                print(", ".join(key), row["error"], sep=": ", file=sys.stderr, flush=True)
+            elif key not in known:
                 print(", ".join(key), file=sys.stderr, flush=True)
                 known[key] = row
                 write_forecasts(known.values())

@@ -19,7 +19,7 @@ from a_third_fewer_bytes_in_microbatches import WAYS, MicrobatchSizes, gradients
 from decode_reads_half_the_bytes import LAYOUTS, served_blocks
 from flax.linen import fp8_ops
 from less_memory_than_bf16 import BF16, SHARED_KEPT
-from nvfp4_runs_on_fp4_units import MODELS, WAYS as OF_BLOCKS, keyed_gradients
+from nvfp4_runs_on_fp4_units import MODELS, WAYS as OF_BLOCKS, keyed_gradients, ways_of
 
 import haliax_fp8 as fp8
 from haliax_fp8.memory import rematerialized
@@ -273,7 +273,7 @@ def of_blocks(plan: Plan) -> Iterator[Group]:
         return OF_BLOCKS[way].convert(made), STACKS[UNROLLED].batch(plan.blocks), jax.random.key(0)
 
     for model in MODELS:
-        cases = {way: Case(keyed_gradients(way), partial(arguments, model, way)) for way in OF_BLOCKS}
+        cases = {way: Case(keyed_gradients(way), partial(arguments, model, way)) for way in ways_of(model)}
         size = _blocks(plan) if model == UNROLLED else model
         yield Group(size, cases, is_step=model == UNROLLED)
 
