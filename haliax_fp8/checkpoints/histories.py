@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from ..recipes import AbstractScaling, DelayedScaling, StaticScaling
+from ..recipes import AbstractScaling, StaticScaling
+from ..recipes.scaling import AmaxHistory
 from ..training import OpState
-from .recipes import Operands, is_gradient
+from .recipes import Operands, delayed_part, is_gradient
 
 
 def refusal(table: Float32[np.ndarray, "*stack operands columns"]) -> str | None:
@@ -48,11 +49,11 @@ def rows_as_here(columns: int, state: OpState) -> list[SavedRow]:
     """
     rows = []
     for scaling, limit in zip(state.scalings, state.limits, strict=True):
-        delayed = isinstance(scaling, DelayedScaling)
-        length = columns - (3 if delayed and scaling.update_interval > 1 else 2)
+        memory = scaling.memory if isinstance(scaling.memory, AmaxHistory) else None
+        length = columns - (3 if memory is not None and memory.update_interval > 1 else 2)
         # A table of three columns may be that of static scaling, whose scale without an amax is nothing to go by.
         name = "DelayedScaling" if columns > 3 else ""
-        rows.append(SavedRow(name, length, columns - 1, limit, scaling.margin if delayed else 0))
+        rows.append(SavedRow(name, length, columns - 1, limit, 0 if memory is None else memory.margin))
     return rows
 
 
@@ -68,7 +69,7 @@ def recorded_rows(saved: Operands, here: Operands, names: Sequence[str], factor:
     rows = []
     for name in names:
         operand = saved.get(name, {"scaling": {}, "max": 1.0})
-        scaling = operand["scaling"]
+        scaling = delayed_part(operand["scaling"])
         length = scaling.get("amax_history_length", 1)
         of_row = factor if is_gradient(name) else 1.0
         meanings = [{key: x.get(name, {}).get(key) for key in ("max", "scaling")} for x in (saved, here)]
@@ -125,17 +126,18 @@ def _fitted_row(
         raise ValueError(f"its recipe needs {needed + 1} columns, and the table has {values.shape[-1] + 1}")
     if row.is_same:
         return everywhere, values[..., :width]
-    margin = getattr(scaling, "margin", 0)
+    memory = scaling.memory
+    margin = memory.margin if isinstance(memory, AmaxHistory) else getattr(scaling, "margin", 0)
     scale = values[..., :1] * np.float32(row.limit / limit * 2.0 ** (margin - row.margin) * row.factor)
     amaxes = values[..., 1 : 1 + row.length] * np.float32(row.factor)
     if isinstance(scaling, StaticScaling) and row.scaling == "StaticScaling":
         return everywhere, np.concatenate([scale, amaxes], axis=-1)
-    if not isinstance(scaling, DelayedScaling) or row.scaling not in ("", "DelayedScaling", "StaticScaling"):
+    if not isinstance(memory, AmaxHistory) or row.scaling not in ("", "DelayedScaling", "StaticScaling"):
         return nowhere, values
-    history = _resized(amaxes, scaling.amax_history_length)
+    history = _resized(amaxes, memory.length)
     used = (history.max(axis=-1, keepdims=True) > 0.0) | (row.scaling == "DelayedScaling")
     newest, older, before = (jnp.asarray(x[..., None, :]) for x in (history[..., :1], history[..., 1:], scale))
-    new_scale = scaling.memory.scale_of(newest, older, before, (limit,))
+    new_scale = memory.scale_of(newest, older, before, (limit,))
     return used, np.concatenate([np.asarray(new_scale)[..., 0, :], history], axis=-1)
 
 

@@ -20,7 +20,18 @@ from .file import open_equinox, open_file, with_suffix
 from .histories import fitted, recorded_rows, refusal, rows_as_here
 from .names import Leaf, described, former_names, is_rounding_key, is_saved, leaves_of, require_one_each, with_leaves
 from .orbax import OrbaxFolder
-from .recipes import Run, differences, is_gradient, op_of, plans_in, recipes_of, require_microbatches, resized, table_of
+from .recipes import (
+    Run,
+    delayed_part,
+    differences,
+    is_gradient,
+    op_of,
+    plans_in,
+    recipes_of,
+    require_microbatches,
+    resized,
+    table_of,
+)
 from .report import PHASES, LoadReport, incomplete, listed, require_fit, require_no_fresh_weights
 from .state_dict import with_names_of
 
@@ -315,11 +326,11 @@ class _Recipes:
     @property
     def not_compared(self) -> str:
         """What the runs may differ in although each table is the same; empty if there is nothing."""
-        operands = ((name, x["scaling"]) for op in self._here.values() for name, x in op.items())
+        operands = ((name, delayed_part(x["scaling"] or {})) for op in self._here.values() for name, x in op.items())
         if (
             not self._is_recorded
             or None not in self._microbatches
-            or not any(is_gradient(name) and "amax_history_length" in (scaling or {}) for name, scaling in operands)
+            or not any(is_gradient(name) and "amax_history_length" in scaling for name, scaling in operands)
         ):
             return ""
         where = " and ".join(f for f, n in zip(("save", "load_into"), self._microbatches, strict=True) if n is None)

@@ -149,10 +149,22 @@ def from_file(groups: Any) -> dict[str, Operands]:
     return recipes
 
 
+def delayed_part(scaling: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The delayed scaling in a recorded one, of which it may be a part; without any, all of it.
+
+    Args:
+        scaling: The record of a scaling.
+    """
+    parts = (delayed_part(value) for value in scaling.values() if isinstance(value, dict))
+    is_delayed = "amax_history_length" in scaling
+    return scaling if is_delayed else next((part for part in parts if "amax_history_length" in part), scaling)
+
+
 def _is_operand(operand: Any) -> bool:
     scaling = operand.get("scaling") if isinstance(operand, dict) else None
     if not isinstance(scaling, dict) or not isinstance(scaling.get("type"), str):
         return False
+    scaling = delayed_part(scaling)
     lengths = [scaling.get(key, 1) for key in ("amax_history_length", "update_interval")]
     margin, limit = scaling.get("margin", 0), operand.get("max")
     is_whole = all(isinstance(x, int) and not isinstance(x, bool) for x in (*lengths, margin))
@@ -187,8 +199,20 @@ def _lines(saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> l
         old, new = ({key: x[key] for key in ("format", "type") if key in x} for x in (old, new))
     elif old.get("format") != new.get("format"):
         old, new = ({key: value for key, value in x.items() if key != "max"} for x in (old, new))
-    unequal = [key for key in dict.fromkeys([*new, *old]) if key != "scaling" and old.get(key) != new.get(key)]
-    return [_line(key, old.get(key), new.get(key)) for key in unequal]
+    return _unequal(old, new)
+
+
+def _unequal(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    lines: list[str] = []
+    for key in dict.fromkeys([*new, *old]):
+        of_old, of_new = old.get(key), new.get(key)
+        if key == "scaling" or of_old == of_new:
+            continue
+        if isinstance(of_old, dict) and isinstance(of_new, dict) and of_old.get("type") == of_new.get("type"):
+            lines += _unequal(of_old, of_new)
+        else:
+            lines.append(_line(key, of_old, of_new))
+    return lines
 
 
 def _line(key: str, old: Any, new: Any) -> str:

@@ -18,7 +18,7 @@ from .._state.guard import is_modified
 from .._state.op_state import KEEP_STATE_WITH_TRAINED, OpState
 from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES
-from ..recipes.scaling import DelayedScaling, StaticScaling
+from ..recipes.scaling import AmaxHistory, StaticScaling
 from .config import Fp8Config
 from .quantized import is_quantized_layer
 from .roles import AbstractAdapter
@@ -307,7 +307,7 @@ def unrecorded_operands(state: Any, *, everywhere: bool = False) -> tuple[str, .
     """
     if not isinstance(state, OpState) or (table := table_on_host(state)) is None:
         return ()
-    rows = [row for row, scaling in enumerate(state.scalings) if isinstance(scaling, DelayedScaling)]
+    rows = [row for row, scaling in enumerate(state.scalings) if isinstance(scaling.memory, AmaxHistory)]
     is_first = (table[..., 0] == 1.0) & (table[..., 1:-1] <= 0.0).all(-1)
     of_stack = np.all if everywhere else np.any
     return tuple(OPERAND_NAMES[row] for row in rows if of_stack(is_first[..., row]))

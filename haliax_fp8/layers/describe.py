@@ -22,7 +22,7 @@ from .._tensor_names import is_head
 from ..devices.device import Device
 from ..recipes.catalog import as_recipe
 from ..recipes.recipe import OPERAND_NAMES, Recipe
-from ..recipes.scaling import DelayedScaling
+from ..recipes.scaling import AmaxHistory, DelayedScaling
 from ..recipes.support import supported
 from .checks import check_not_modified, require_layers, uncalibrated_operands, unrecorded_operands
 from .config import Fp8Config, as_config
@@ -178,7 +178,7 @@ def _recorded(op: Fp8DotGeneral) -> dict[str, Any]:
     if not isinstance(op.state, OpState):
         return {}
     named = zip(OPERAND_NAMES, op.state.scalings, strict=False)
-    delayed = {operand for operand, scaling in named if isinstance(scaling, DelayedScaling)}
+    delayed = {operand for operand, scaling in named if isinstance(scaling.memory, AmaxHistory)}
     # An output gradient of zeros leaves its history empty, even in training.
     expected = delayed - {"output_grad"} or delayed
     unrecorded = tuple(operand for operand in unrecorded_operands(op.state) if operand in expected)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from .._arguments import require, require_bool
@@ -11,6 +11,7 @@ from ..formats import E4M3, E5M2, Format
 from .scaling import (
     AbstractMemory,
     AbstractScaling,
+    AmaxHistory,
     DelayedScaling,
     HadamardScaling,
     HighPrecision,
@@ -385,11 +386,36 @@ class Recipe:
         """
         return self if recipe in (self, self.state_of) else dataclasses.replace(self, state_of=recipe)
 
-    def _map(self, function: Callable[[Quantization], Quantization]) -> "Recipe":
-        names = (*_SECOND_USES, *_SECOND_USES.values())
+    def _map(
+        self, function: Callable[[Quantization], Quantization], operands: Collection[OperandName] = OPERAND_NAMES
+    ) -> "Recipe":
+        names = [name for operand in operands for name in (operand, _SECOND_USES[operand])]
         changed = {name: function(old) for name in names if (old := getattr(self, name)) is not None}
-        state_of = None if self.state_of is None else self.state_of._map(function)
+        state_of = None if self.state_of is None else self.state_of._map(function, operands)
         return dataclasses.replace(self, **changed, state_of=state_of)
+
+    def with_delayed(
+        self, change: Callable[[DelayedScaling], DelayedScaling], operands: Collection[OperandName] = OPERAND_NAMES
+    ) -> "Recipe":
+        """This recipe with other delayed scalings, also where one is part of a scaling: a tensor's scale in NVFP4.
+
+        Args:
+            change: Returns the new one.
+            operands: Those whose scalings change.
+
+        Example:
+            >>> import dataclasses
+            >>> from haliax_fp8.recipes import by_name
+            >>> headroom = lambda delayed: dataclasses.replace(delayed, margin=1)
+            >>> recipe = by_name("delayed").with_delayed(headroom, ["output_grad"])
+            >>> recipe.kernel.scaling.margin, recipe.output_grad.scaling.margin
+            (0, 1)
+        """
+
+        def changed(quantization: Quantization) -> Quantization:
+            return dataclasses.replace(quantization, scaling=_with_delayed(quantization.scaling, change))
+
+        return self._map(changed, operands)
 
     def with_amax_history_length(self, length: int) -> "Recipe":
         """This recipe with another history length in its delayed scalings.
@@ -400,15 +426,7 @@ class Recipe:
         Raises:
             ValueError: If it is not a positive integer.
         """
-
-        def changed(scaling: AbstractScaling) -> AbstractScaling:
-            if isinstance(scaling, DelayedScaling):
-                return dataclasses.replace(scaling, amax_history_length=length)
-            fields = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)}
-            inner = {name: changed(of) for name, of in fields.items() if isinstance(of, AbstractScaling)}
-            return dataclasses.replace(scaling, **inner) if inner else scaling
-
-        return self._map(lambda quantization: dataclasses.replace(quantization, scaling=changed(quantization.scaling)))
+        return self.with_delayed(lambda delayed: dataclasses.replace(delayed, amax_history_length=length))
 
     def __str__(self) -> str:
         products = self.products
@@ -436,6 +454,14 @@ class Recipe:
         return ", ".join(f"{'/'.join(names)} {text}" for text, names in products.items())
 
 
+def _with_delayed(scaling: AbstractScaling, change: Callable[[DelayedScaling], DelayedScaling]) -> AbstractScaling:
+    if isinstance(scaling, DelayedScaling):
+        return change(scaling)
+    fields = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)}
+    parts = {name: _with_delayed(part, change) for name, part in fields.items() if isinstance(part, AbstractScaling)}
+    return dataclasses.replace(scaling, **parts) if parts else scaling
+
+
 def _state(quantization: Quantization) -> tuple[AbstractMemory, Format] | None:
     """What determines the rows of a state that an operand takes its scale from; None if it takes none."""
     scaling = quantization.scaling
@@ -451,4 +477,7 @@ def _text(quantizations: tuple[Quantization, ...]) -> str:
 def _name(quantization: Quantization) -> str:
     """The name of a scaling; of a rotated operand, that of the scaling after the rotation."""
     scaling = quantization.scaling
-    return type(scaling.scaling if isinstance(scaling, HadamardScaling) else scaling).__name__
+    scaling = scaling.scaling if isinstance(scaling, HadamardScaling) else scaling
+    # With blocks that are measured in the step, below a scale that is not.
+    is_delayed = isinstance(scaling.memory, AmaxHistory) and not scaling.stores_scale
+    return f"{'delayed ' * is_delayed}{type(scaling).__name__}"

@@ -11,10 +11,9 @@ from ..formats import E4M3, E5M2
 from ..layers import Fp8DotGeneral, LayerRule, default_rules
 from ..layers.checks import check_not_modified, require_layers
 from ..layers.walk import map_layers_in_stacks, named_ops, rule_of
-from ..recipes import DelayedScaling, MaxOfHistory, MostRecent, Quantization, Recipe, by_name
+from ..recipes import DelayedScaling, MaxOfHistory, MostRecent, Recipe, by_name
 from ..training import OpState
 from .finding import HISTORY, Diagnosis, Finding, Remedy
-from .result import OPERANDS
 
 
 # As `TrainStep`'s: a library does not print.
@@ -108,28 +107,23 @@ def _changed(recipe: Recipe, finding: Finding) -> Recipe:
         changed = {name: dataclasses.replace(getattr(recipe, name), format=format) for name, format in formats.items()}
         return dataclasses.replace(recipe, **changed)
     assert finding.remedy is Remedy.MARGIN
-    of_operand: Quantization = getattr(recipe, finding.operand)
-    scaling = of_operand.scaling
-    if not isinstance(scaling, DelayedScaling):
-        return recipe
-    wider = dataclasses.replace(of_operand, scaling=dataclasses.replace(scaling, margin=scaling.margin + 1))
-    return dataclasses.replace(recipe, **{finding.operand: wider})
+    return recipe.with_delayed(
+        lambda scaling: dataclasses.replace(scaling, margin=scaling.margin + 1), [finding.operand]
+    )
 
 
 def _with_history(recipe: Recipe, *, longer: bool) -> Recipe:
     """A recipe whose shorter histories, or longer ones, have `HISTORY` steps; the scale looks back on all of a longer
     one."""
-    changed: dict[str, Quantization] = {}
-    for name in OPERANDS:
-        of_operand: Quantization = getattr(recipe, name)
-        scaling = of_operand.scaling
-        if isinstance(scaling, DelayedScaling):
-            length = max(HISTORY, scaling.amax_history_length) if longer else min(HISTORY, scaling.amax_history_length)
-            scaling = dataclasses.replace(scaling, amax_history_length=length)
-            if longer and isinstance(scaling.amax_compute, MostRecent):
-                scaling = dataclasses.replace(scaling, amax_compute=MaxOfHistory())
-            changed[name] = dataclasses.replace(of_operand, scaling=scaling)
-    return dataclasses.replace(recipe, **changed)
+
+    def changed(scaling: DelayedScaling) -> DelayedScaling:
+        length = max(HISTORY, scaling.amax_history_length) if longer else min(HISTORY, scaling.amax_history_length)
+        scaling = dataclasses.replace(scaling, amax_history_length=length)
+        if longer and isinstance(scaling.amax_compute, MostRecent):
+            scaling = dataclasses.replace(scaling, amax_compute=MaxOfHistory())
+        return scaling
+
+    return recipe.with_delayed(changed)
 
 
 def _with_scales(op: Fp8DotGeneral, before: Fp8DotGeneral) -> Fp8DotGeneral:

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..formats import E2M1, E4M3, E5M2
 from ..recipes import CurrentScaling, DelayedScaling, MaxOfHistory, MostRecent, Percentile, RecoveringMax, StaticScaling
+from ..recipes.scaling import AmaxHistory
 from .finding import HISTORY
 from .operand import Operand, Seen
 from .thresholds import Thresholds
@@ -70,12 +71,12 @@ def moved_at_once(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]:
 def short_history(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]:
     """Operands that are clipped because their scale looks back on too few steps to have seen so large an amax."""
     for operand in all:
-        history, scaling = operand.history, operand.quantization.scaling
-        if history is None or not isinstance(scaling, DelayedScaling) or not _is_clipped(operand, thresholds):
+        history, memory = operand.history, operand.quantization.scaling.memory
+        if history is None or not isinstance(memory, AmaxHistory) or not _is_clipped(operand, thresholds):
             continue
-        length = 1 if isinstance(scaling.amax_compute, MostRecent) else scaling.amax_history_length
+        length = 1 if isinstance(memory.amax_compute, MostRecent) else memory.length
         seen_by_scale = history.amaxes[-length:]
-        if length >= HISTORY or not isinstance(scaling.amax_compute, _FITS_NEWEST) or not seen_by_scale.all():
+        if length >= HISTORY or not isinstance(memory.amax_compute, _FITS_NEWEST) or not seen_by_scale.all():
             continue
         # What grows in every step outgrows any history.
         last = history.amaxes[history.amaxes > 0.0][-thresholds.growth_steps :]
@@ -92,10 +93,10 @@ def jump(all: list[Operand], thresholds: Thresholds, *, of_gradient: bool, fits_
         history = operand.history
         if history is None or history.largest <= 0.0 or not _is_clipped(operand, thresholds):
             continue
-        factor, scaling = operand["amax"] / history.largest, operand.quantization.scaling
+        factor, memory = operand["amax"] / history.largest, operand.quantization.scaling.memory
         if factor > thresholds.jump and (operand.name == "output_grad") == of_gradient:
-            assert isinstance(scaling, DelayedScaling)
-            if (scaling.update_interval == 1 and isinstance(scaling.amax_compute, _FITS_NEWEST)) == fits_next:
+            assert isinstance(memory, AmaxHistory)
+            if (memory.update_interval == 1 and isinstance(memory.amax_compute, _FITS_NEWEST)) == fits_next:
                 seen = {"amax": operand["amax"], "jump": factor, **_shares(operand)}
                 yield Seen(operand, seen, {"jump": thresholds.jump})
 
@@ -122,7 +123,7 @@ def growth(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]:
 def saturation(all: list[Operand], thresholds: Thresholds, *, delayed: bool) -> Iterable[Seen]:
     """Operands that are clipped, for no reason that the history shows."""
     for operand in all:
-        if _is_clipped(operand, thresholds) and isinstance(operand.quantization.scaling, DelayedScaling) == delayed:
+        if _is_clipped(operand, thresholds) and isinstance(operand.quantization.scaling.memory, AmaxHistory) == delayed:
             seen = {"saturation": operand["saturation"], "format_max": operand.format.max}
             yield Seen(operand, seen, {"saturation": thresholds.saturation})
 
@@ -148,7 +149,10 @@ def outliers(all: list[Operand], thresholds: Thresholds, *, in_rows: bool) -> It
 
 
 def old_spike(all: list[Operand], thresholds: Thresholds, *, is_long: bool) -> Iterable[Seen]:
-    """Operands flushed to zero by a scale that follows a larger amax of the history, a long or a short one."""
+    """Operands flushed to zero by a scale that follows a larger amax of the history, a long or a short one.
+
+    Blocks with scales of their own follow the values, also below such a scale.
+    """
     for operand in _flushed(all, thresholds):
         history, scaling = operand.history, operand.quantization.scaling
         if not isinstance(scaling, DelayedScaling) or history is None or not _is_old_spike(operand, thresholds):
@@ -255,10 +259,10 @@ def _is_clipped(operand: Operand, thresholds: Thresholds) -> bool:
 
 def _change(kernel: Operand) -> float | None:
     """By what factor a kernel's amax differs from what the last step recorded; None if it recorded another number."""
-    history, scaling = kernel.history, kernel.quantization.scaling
+    history, memory = kernel.history, kernel.quantization.scaling.memory
     if kernel.name != "kernel" or history is None or min(history.newest, kernel["amax"]) <= 0.0:
         return None
-    if isinstance(scaling, DelayedScaling) and isinstance(scaling.amax_compute, Percentile):
+    if isinstance(memory, AmaxHistory) and isinstance(memory.amax_compute, Percentile):
         return None
     ratio = kernel["amax"] / history.newest
     return max(ratio, 1.0 / ratio)

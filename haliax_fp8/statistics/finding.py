@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .._printing import Printable, in_one_name, new_table, without_numbers
+from ..recipes import OperandName
 from .result import numbered
 
 
@@ -82,7 +83,7 @@ class Finding(Printable):
 
     layer: str
     index: tuple[int, ...]
-    operand: str
+    operand: OperandName
     problem: Problem
     remedy: Remedy = dataclasses.field(kw_only=True)
     seen: Mapping[str, float] = dataclasses.field(kw_only=True, hash=False)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..layers import Fp8DotGeneral
 from ..layers.checks import table_on_host
-from ..recipes import DelayedScaling
+from ..recipes.scaling import AmaxHistory
 from ..training import OpState
 
 
@@ -32,12 +32,12 @@ class History:
             index: Which layer of a stack.
         """
         table = table_on_host(op.state)
-        scaling = op.state.scalings[row] if isinstance(op.state, OpState) else None
-        if table is None or not isinstance(scaling, DelayedScaling):
+        memory = op.state.scalings[row].memory if isinstance(op.state, OpState) else None
+        if table is None or not isinstance(memory, AmaxHistory):
             return None
         of_row = table[*index, row]
         # Newest first, then oldest to newest.
-        amaxes = np.roll(of_row[1 : 1 + scaling.amax_history_length], -1)
+        amaxes = np.roll(of_row[1 : 1 + memory.length], -1)
         return History(np.maximum(amaxes, 0.0), float(of_row[0]))
 
     @property

@@ -32,7 +32,7 @@ from ..layers.rule import LayerRule
 from ..layers.walk import all_ops, is_op
 from ..recipes.compiler_options import log_cost_of_flags, training_options
 from ..recipes.recipe import Recipe
-from ..recipes.scaling import DelayedScaling
+from ..recipes.scaling import AmaxHistory
 from .calibration import recorded, require_recorded, require_usable, with_next_states
 from .microbatches import (
     BatchGradients,
@@ -355,7 +355,7 @@ def _output_grad_amax_ratio(model: Any, overwrites: Any) -> Metrics:
     ratios = [
         jnp.max(new.amax_history("output_grad")[..., 0] / (op.scale("output_grad") * op.recipe.output_grad.format.max))
         for op, new in zip(all_ops(model), all_ops(overwrites), strict=True)
-        if isinstance(op.recipe.output_grad.scaling, DelayedScaling)
+        if isinstance(op.recipe.output_grad.scaling.memory, AmaxHistory)
         and new.state is not None
         and new.state.table.array is not None
     ]

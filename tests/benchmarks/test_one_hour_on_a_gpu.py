@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import equinox as eqx
 import pytest
 
 
@@ -16,6 +17,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from lib import gpu_results  # noqa: E402
+from lib.cases import SMOKE  # noqa: E402
 from lib.gpu_parts import BLACKWELL, HOPPER, parts  # noqa: E402
 from lib.gpu_results import Measurements  # noqa: E402
 from one_hour_on_a_gpu import MEASURED, UNFINISHED, run_call  # noqa: E402
@@ -105,6 +107,15 @@ def test_a_killed_call_goes_on(tmp_path):
     assert measured.done(device) == {"product", "idle, Triton off"}
     # A CPU has no launches, which is said in a row of its own.
     assert "E4M3 x E4M3, Triton" in done.stdout and "not a GPU" in done.stdout
+
+
+def test_every_case_has_its_arguments():
+    """On a GPU, a case that cannot be made is a row of minutes that are lost."""
+    groups = [group for part in parts() if part.groups for group in part.groups(SMOKE)]
+    cases = [(name, case) for group in groups for name, case in group.cases.items()]
+    for _, case in cases:
+        assert eqx.filter_eval_shape(case.arguments)
+    assert {"bf16", "nvfp4, first block mxfp8, one pass"} <= {name for name, _ in cases}
 
 
 def test_every_forecast_is_of_a_part_and_within_its_range():

@@ -779,6 +779,26 @@ def test_each_row_of_a_table_has_its_own_meaning(tmp_path):
     np.testing.assert_array_equal(loaded["op"].state.scale, [np.inf, 1, table[2, 0]])
 
 
+@pytest.mark.parametrize("old, new", [("delayed", "nvfp4_delayed"), ("nvfp4_delayed", "delayed")])
+def test_the_history_of_a_tensor_scale_is_that_of_a_tensor(old, new, tmp_path):
+    """NVFP4 with a delayed tensor scale and delayed scaling take up each other's histories, and those of themselves."""
+    layer, path = eqx.nn.Linear(16, 16, key=jax.random.key(0)), tmp_path / "run.safetensors"
+    made = lambda recipe, length: fp8_linear_layers(layer, recipe=recipe, amax_history_length=length)
+    saved = made(old, 4)
+    table = np.ones((3, 5), np.float32)
+    table[:, 1:] = HISTORY
+    state = saved.dot_general.state.with_array(guarded(jnp.asarray(table)))
+    save(path, eqx.tree_at(lambda m: m.dot_general.state, saved, state), microbatches=1)
+    resized = "the history of 4 steps was padded to 6; its maximum is the same"
+    for recipe in (old, new):
+        loaded, report = load_into(made(recipe, 6), path, microbatches=1)
+        op, how = loaded.dot_general, report.changed["dot_general.state.table"]
+        np.testing.assert_array_equal(op.amax_history("kernel"), [3, 0, 0, 8, 1, 2])
+        np.testing.assert_allclose(op.scale("kernel"), 8 / op.recipe.kernel.format.max, rtol=1e-6)
+        assert resized in how if recipe == old else "fresh" not in how
+    assert "microbatches" in load_into(made(new, 6), path)[1].not_compared
+
+
 def test_recipes_without_state_are_compared_too(tmp_path):
     """Layer by layer; a checkpoint that does not say what they are loads as it did."""
     path, model = tmp_path / "run.safetensors", block(1)

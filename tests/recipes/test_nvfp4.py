@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 import recipe_reference as reference
 from helpers import equations, rounded_up, sqnr, unchecked
@@ -27,6 +28,7 @@ from haliax_fp8.recipes import (
     Quantization,
     Rounding,
 )
+from haliax_fp8.statistics import Problem, Remedy, apply_remedies, diagnose, quantization_statistics
 
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -233,6 +235,34 @@ def test_a_history_has_the_length_that_a_configuration_asks_for():
         eqx.nn.Linear(16, 16, key=jax.random.key(0)), recipe="nvfp4_delayed", amax_history_length=3
     )
     assert layer.dot_general.amax_history("kernel").shape == (3,)
+
+
+def test_who_reads_a_history_reads_that_of_a_tensor_scale():
+    """The description, the metrics of a step, the diagnosis and its remedies."""
+    mlp = eqx.nn.MLP(32, 32, 32, 1, key=jax.random.key(0))
+    model = fp8.fp8_linear_layers(mlp, recipe="nvfp4_delayed", amax_history_length=4)
+    no_amax = "No amax recorded yet"
+    assert "delayed NVFP4Scaling" in str(model.layers[0].dot_general.recipe) and no_amax in str(fp8.describe(model))
+    loss = lambda model, x: (jax.vmap(model)(x) ** 2).mean()
+    step, x = fp8.TrainStep(loss, optax.sgd(0.0)), jnp.asarray(normal((48, 32)))
+    model, opt_state, _ = step(model, step.init(model), x, key=KEY)
+    model, _, metrics = step(model, opt_state, x, key=KEY)
+    # Only rounding at random makes this gradient another than the last step's.
+    assert 0.5 < metrics["output_grad_amax_ratio"] < 2.0 and no_amax not in str(fp8.describe(model))
+    diagnosed = lambda model: diagnose(model, quantization_statistics(fp8.with_rounding_keys(model, KEY), loss, x))
+    assert not diagnosed(model).findings
+    op = model.layers[0].dot_general
+    # As if a margin were missing.
+    op = dataclasses.replace(op, state=op.state.with_scale(op.state.scale * jnp.array([0.125, 1.0, 1.0])))
+    model = eqx.tree_at(lambda m: m.layers[0].dot_general, model, op)
+    diagnosis = diagnosed(model)
+    (finding,) = diagnosis.findings
+    assert (finding.layer, finding.operand, finding.problem) == ("layers.0", "input", Problem.SATURATION)
+    assert finding.remedy is Remedy.MARGIN
+    mended = apply_remedies(model, diagnosis).layers[0].dot_general
+    assert mended.recipe.input.scaling.delayed.margin == mended.recipe.input_for_wgrad.scaling.scaling.delayed.margin
+    assert (mended.recipe.input.scaling.delayed.margin, op.recipe.input.scaling.delayed.margin) == (1, 0)
+    np.testing.assert_array_equal(mended.scale("input"), op.scale("input"))
 
 
 def by_blocks(x, rows):
