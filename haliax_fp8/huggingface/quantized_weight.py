@@ -21,7 +21,7 @@ from ..folders.scaled_matrix import (
     spread,
 )
 from ..folders.tensors import Tensor
-from ..formats import E4M3, Format
+from ..formats import E2M1, E4M3, Format
 from ..layers import Fp8DotGeneral
 from ..layers.checks import unrecorded_operands
 from ..layouts import Layout
@@ -42,10 +42,11 @@ def require_exportable(tensor: Tensor, layout: Layout) -> None:
             "write the weights alone, as 'NVFP4A16', or serve the model in process, with "
             "quantize_for_inference(model, 'NVFP4_DYNAMIC')"
         )
-    if layout.is_static and not _has_input_scale(tensor):
+    if layout.is_static and not _has_input_scale(tensor, layout):
+        delayed = "nvfp4_delayed, delayed" if layout.has_units else "delayed"
         raise ValueError(
             f"{tensor.path} has no scale for its input, which a static layout needs: it has to come from training "
-            "with delayed or static scaling, or from calibrate(fp8_linear_layers(model, recipe='static'), ...). "
+            f"with {delayed} or static scaling, or from calibrate(fp8_linear_layers(model, recipe='static'), ...). "
             f"{'NVFP4A16' if layout.has_units else 'FP8_DYNAMIC'!r} needs none"
         )
     require_quantizable(tensor.path, tensor.shape, layout)
@@ -61,12 +62,20 @@ def _scales_tokens(tensor: Tensor) -> bool:
     return isinstance(scaling, NVFP4Scaling) and scaling.per_row
 
 
-def _has_input_scale(tensor: Tensor) -> bool:
+def _has_input_scale(tensor: Tensor, layout: Layout) -> bool:
     if tensor.layer is not None:
         return tensor.layer.kernel.input_scale is not None
     if tensor.op is not None and tensor.op.folder_scales is not None and tensor.op.folder_scales.input is not None:
         return True
-    return tensor.op is not None and _scaling(tensor.op, "input") is not None and _stored(tensor, "input") is not None
+    return (_stored(tensor, "input") if not layout.has_units else _input_amax(tensor)) is not None
+
+
+def _input_amax(tensor: Tensor) -> float | None:
+    """The largest input that its scale of training holds: that of E4M3, or of a tensor in NVFP4."""
+    for format in (E4M3, E2M1):
+        if (scale := _stored(tensor, "input", format)) is not None:
+            return scale * format.max
+    return None
 
 
 def _scaling(op: Fp8DotGeneral | None, operand: OperandName, format: Format = E4M3) -> AbstractScaling | None:
@@ -78,9 +87,14 @@ def _scaling(op: Fp8DotGeneral | None, operand: OperandName, format: Format = E4
 
 
 def _stored(tensor: Tensor, operand: OperandName, format: Format = E4M3) -> float | None:
-    """The scale that the next step quantizes an operand with, if the state of training has it."""
+    """The scale that the next step quantizes an operand with, if the state of training has it.
+
+    In NVFP4 it is that of an input that has one scale, with the same amax.
+    """
     scaling = _scaling(tensor.op, operand, format)
-    if tensor.op is None or scaling is None or not scaling.stores_scale:
+    if tensor.op is None or scaling is None or scaling.memory is None:
+        return None
+    if not scaling.stores_scale and (operand, format) != ("input", E2M1):
         return None
     if operand in unrecorded_operands(tensor.op.state):
         without = {
@@ -160,16 +174,16 @@ def quantized(
         raise ValueError(f"{tensor.path} cannot be exported: {error}") from None
     if not layout.is_static:
         return made
+    # In NVFP4 of the same largest input, which blocks divide among their own scales.
+    amaxes = map(_input_amax, fused) if layout.has_units else [_stored(tensor, "input")]
+    of_input = max(np.float64(amax) for amax in amaxes)
+    if not (np.isfinite(of_input) and of_input > 0):
+        what = "largest input" if layout.has_units else "input scale"
+        raise ValueError(f"{tensor.path} has the {what} {of_input}; calibrate the model, or train a step")
     if layout.has_units:
-        scale = max(np.float32(_stored(other, "input")) for other in fused)
-    else:
-        scale = np.float32(_stored(tensor, "input"))
-    if not (np.isfinite(scale) and scale > 0):
-        raise ValueError(f"{tensor.path} has the input scale {scale}; calibrate the model, or train a step")
-    if layout.has_units:
-        # Of the same largest input, which blocks of E2M1 divide among their own scales. Its reciprocal is written.
-        divisor = np.float32(made.input_limit / (float(scale) * E4M3.max))
-        return dataclasses.replace(made, input_scale=1.0 / float(divisor))
+        # Its reciprocal is written.
+        return dataclasses.replace(made, input_scale=1.0 / float(np.float32(made.input_limit / of_input)))
+    scale = np.float32(of_input)
     scale = rounded_up(scale.reshape(1), min(bits["input"], BF16_BITS) if bf16_scales else bits["input"])[0]
     return dataclasses.replace(made, input_scale=float(scale))
 

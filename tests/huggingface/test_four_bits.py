@@ -222,13 +222,14 @@ def test_what_folders_of_nvfp4_cannot_hold(tmp_path):
         convert_folder(tmp_path / "out", tmp_path / "new", "NVFP4_DYNAMIC")
 
 
-def test_nvfp4_has_the_largest_of_what_engines_make_one(tmp_path):
+@pytest.mark.parametrize("recipe", ["static", "nvfp4_delayed"])
+def test_nvfp4_has_the_largest_of_what_engines_make_one(recipe, tmp_path):
     """Scales of tensors from the weights, and those of inputs from training."""
-    trained = fp8_linear_layers(layers(), recipe="static")
+    trained = fp8_linear_layers(layers(), recipe=recipe)
     inputs = dict(zip(PARTS, (1.0, 3.1, 2.7, 0.9), strict=True))
     is_state = lambda node: hasattr(node, "with_scale")
     for name, amax in inputs.items():
-        scale = jnp.float32(amax / 448)
+        scale = jnp.float32(amax / by_name(recipe).input.format.max)
         scaled = lambda x, scale=scale: x.with_scale(jnp.full(x.scale.shape, scale)) if is_state(x) else x
         trained[name] = jax.tree.map(scaled, trained[name], is_leaf=is_state)
     export_model(trained, tmp_path / "out", "NVFP4", dtype=None)
