@@ -26,8 +26,8 @@ from .report import PreflightReport
 from .step import inspect_step
 
 
-_USABLE = 0.9
-"""The share of a device's memory that a step may take by default; the rest is for libraries and gaps."""
+_USABLE = 0.75
+"""The share of a device's memory that JAX takes, and so a step may, unless XLA_PYTHON_CLIENT_MEM_FRACTION differs."""
 
 _ASSUMPTIONS = (WHOLE_STEP, LEAST_GAIN, MOST_GAIN, SLOWEST, FASTEST)
 """How fast the device is. The first is the likely one."""
@@ -191,8 +191,8 @@ def choose(
         meshes: Mesh axes and their sizes.
         device: As in `inspect_step`.
         devices: As in `inspect_step`.
-        memory: The bytes that a step may take on each device: by default nine tenths of what the device has. JAX takes
-            three quarters, unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise.
+        memory: The bytes that a step may take on each device: by default three quarters of what the device has, as
+            JAX does. If you set `XLA_PYTHON_CLIENT_MEM_FRACTION`, pass that share of it.
         exact: Whether the loss must not change: leaves out all recipes but None.
         compiler_options: As in `inspect_step`.
         cache: A folder for what was found. A second call continues there, also after the first was killed. A program
