@@ -55,8 +55,8 @@ CHANGES = (
     Change(
         "the last piece of a group's sum has rows of the next",
         "_product/grouped/tiles.py",
-        "own = (at >= starts[:, None]) & (at < ends[:, None])",
-        "own = at >= starts[:, None]",
+        "in_group = (at >= starts[:, None]) & (at < ends[:, None])",
+        "in_group = at >= starts[:, None]",
         ("test_grouped_tiles.py",),
     ),
     Change(
