@@ -87,7 +87,7 @@ class Fp8Einsum(eqx.Module):
         parsed = Subscripts.parse(subscripts, *(x.shape for x in operands))
         lhs, rhs = (
             x if old == new else jnp.einsum(f"{old}->{new}", x)
-            for x, old, new in zip(operands, parsed.given, parsed.reduced, strict=True)
+            for x, old, new in zip(operands, parsed.operands, parsed.reduced, strict=True)
         )
         left, right = parsed.reduced
         contract = [name for name in left if name in right and name not in parsed.out]
@@ -104,13 +104,13 @@ class Subscripts:
     """An einsum of two operands with its ellipses spelt out.
 
     Args:
-        given: The axes of each operand, one letter each.
+        operands: The axes of each operand, one letter each.
         reduced: The axes of each operand after reduction: diagonals are taken along repeated axes, axes that appear
             nowhere else are summed, and axes of size 1 that are broadcast along the other operand's are dropped.
         out: The axes of the result.
     """
 
-    given: tuple[str, str]
+    operands: tuple[str, str]
     reduced: tuple[str, str]
     out: str
 
@@ -146,9 +146,9 @@ class Subscripts:
                 axis = f"axis {name!r}" if name in subscripts else "an axis of '...'"
                 raise ValueError(f"subscripts={subscripts!r}: {axis} has sizes {pair[0]} and {pair[1]}")
         # An axis of size 1 that is larger in the other operand is broadcast: only the other operand keeps it.
-        kept = [
-            [name for name in dict.fromkeys(side) if own[name] == other.get(name, own[name]) or own[name] != 1]
-            for side, own, other in ((left, *sizes), (right, *reversed(sizes)))
+        axes = [
+            [name for name in dict.fromkeys(side) if here[name] == there.get(name, here[name]) or here[name] != 1]
+            for side, here, there in ((left, *sizes), (right, *reversed(sizes)))
         ]
-        reduced = ["".join(n for n in own if n in other or n in out) for own, other in (kept, reversed(kept))]
+        reduced = ["".join(n for n in side if n in other or n in out) for side, other in (axes, reversed(axes))]
         return Subscripts((left, right), (reduced[0], reduced[1]), out)

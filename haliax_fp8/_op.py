@@ -198,7 +198,7 @@ class Fp8DotGeneral(AbstractOp):
         # From here on the input comes first; the contraction alone knows how they are multiplied.
         input, kernel = contraction.ordered(lhs, rhs)
         spec = _spec(self, contraction, input, kernel, precision, preferred_element_type)
-        return _multiply(self, (input, kernel), (), spec, sharding)
+        return _multiply(self, (input, kernel), None, spec, sharding)
 
     @jax.named_scope(FP8_RAGGED_DOT)
     def ragged_dot(
@@ -236,7 +236,7 @@ class Fp8DotGeneral(AbstractOp):
         implementation = implementation_for(self.recipe, allow_dense=self.allow_dense_groups)
         contraction = RaggedContraction(implementation=implementation, state_per_group=self.state_per_group)
         spec = _spec(self, contraction, lhs, rhs, precision, preferred_element_type)
-        return _multiply(self, (lhs, rhs), (group_sizes,), spec, sharding_of_groups(lhs, rhs, out_sharding))
+        return _multiply(self, (lhs, rhs), group_sizes, spec, sharding_of_groups(lhs, rhs, out_sharding))
 
     def quantize_kernel(
         self,
@@ -329,7 +329,7 @@ class Fp8DotGeneral(AbstractOp):
 def _multiply(
     op: Fp8DotGeneral,
     operands: tuple[Array, Array],
-    extras: tuple[Array, ...],
+    group_sizes: Array | None,
     spec: ProductSpec,
     out: NamedSharding | None = None,
 ) -> Array:
@@ -338,13 +338,15 @@ def _multiply(
     if quantized is None and op.folder_scales is not None:
         quantized = op.quantize_kernel(kernel, spec.contraction, spec.ensemble, None)
     if quantized is None:
-        return fp8_dot_general(input, kernel, record, spec, extras, key, out_sharding=out)
+        return fp8_dot_general(input, kernel, record, spec, group_sizes, key, out_sharding=out)
     dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
-    held = dtype_of_scales(None if op.state is None else op.state.table.array, op.recipe)
-    require_fit(quantized, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales, scale_dtype=held)
+    scale_dtype = dtype_of_scales(None if op.state is None else op.state.table.array, op.recipe)
+    require_fit(
+        quantized, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales, scale_dtype=scale_dtype
+    )
     dgrad_kernel = DgradKernel.of(op.kernel_residual, op.recipe, spec.contraction, stacked=spec.stacked, before=True)
     spec = dataclasses.replace(spec, quantized_kernel=jax.tree.structure(quantized), dgrad_kernel=dgrad_kernel)
-    return fp8_dot_general(input, kernel, record, spec, extras, key, quantized, out)
+    return fp8_dot_general(input, kernel, record, spec, group_sizes, key, quantized, out)
 
 
 def _unnamed(tree: Any) -> Any:

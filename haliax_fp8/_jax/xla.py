@@ -179,7 +179,7 @@ def precision_per_sharer(index: int | None) -> lax.PrecisionLike:
 # --- FP8 data: saved, transposed and rounded --------------------------------------------------------------------------
 
 
-def not_kept_from_forward(x: Array) -> Array:
+def prevent_cse_with_forward(x: Array) -> Array:
     """An operand that the backward pass quantizes again.
 
     Otherwise XLA finds that the forward pass quantized it in the same way, and keeps that copy in memory.

@@ -24,7 +24,7 @@ from ..devices.device import Device
 from ..devices.units import FP4_UNITS, FP8_UNITS, MX_UNITS
 from ..formats import E4M3
 from .dimensions import DotDimensions
-from .partition import DividedProduct
+from .partition import PartitionedProduct
 from .scaled_product import FLOAT32, rows_scaled
 
 
@@ -165,8 +165,8 @@ def _bind(
         math.prod([x.data.shape[axis] for axis in axes]) == 1
         for x, axes in ((a, dimensions.lhs_free), (b, dimensions.rhs_free))
     )
-    means = _means(blocks, has_vector)
-    params = {"dimensions": dimensions, "dtype": np.dtype(dtype), "means": means, "blocks": blocks}
+    implementations = _implementations(blocks, has_vector)
+    params = {"dimensions": dimensions, "dtype": np.dtype(dtype), "implementations": implementations, "blocks": blocks}
     if a.swizzled is None or b.swizzled is None or not _is_plain(dimensions):
         return block_product_p.bind(*operands, **params)
     swizzled = [as_varying(x, operands) for x in (a.swizzled, b.swizzled)]
@@ -178,7 +178,7 @@ def _is_plain(dims: DotDimensions) -> bool:
     return not dims.lhs_batch and all(list(x) == sorted(x) for x in (dims.lhs_contract, dims.rhs_contract))
 
 
-def _means(blocks: Blocks, has_vector: bool) -> "tuple[Means, Means]":
+def _implementations(blocks: Blocks, has_vector: bool) -> "tuple[Implementation, Implementation]":
     """What multiplies on an NVIDIA GPU, and on each of several, where emulation may have been requested.
 
     Args:
@@ -191,13 +191,13 @@ def _means(blocks: Blocks, has_vector: bool) -> "tuple[Means, Means]":
     has_fp8, has_mx, has_fp4 = (not is_known or device.lacks(x) is None for x in (FP8_UNITS, MX_UNITS, FP4_UNITS))
     if blocks == NV:
         # Without such units XLA would expand the call to a product in float32.
-        each = Means.SCALED_MATMUL if is_known and has_fp4 else Means.DEQUANTIZED
+        each = Implementation.SCALED_MATMUL if is_known and has_fp4 else Implementation.DEQUANTIZED
         return each, each
     # cuDNN has products of blocks for Blackwell alone. XLA ends the process where Triton has no FP8.
     if is_known and has_mx:
-        return Means.SCALED_MATMUL, Means.SCALED_MATMUL
-    alone = Means.SCALED_DOT if has_fp8 and not has_vector else Means.DEQUANTIZED
-    return alone, Means.SCALED_MATMUL if has_mx else Means.DEQUANTIZED
+        return Implementation.SCALED_MATMUL, Implementation.SCALED_MATMUL
+    alone = Implementation.SCALED_DOT if has_fp8 and not has_vector else Implementation.DEQUANTIZED
+    return alone, Implementation.SCALED_MATMUL if has_mx else Implementation.DEQUANTIZED
 
 
 def in_blocks(x: QuantizedArray, last: int, kind: Blocks) -> tuple[Float[Array, "*shape"], UInt8[Array, "*blocks"]]:
@@ -225,7 +225,7 @@ def exponent_of(scale: Array) -> UInt8[Array, "*blocks"]:
 # --- The primitive ----------------------------------------------------------------------------------------------------
 
 
-class Means(enum.Enum):
+class Implementation(enum.Enum):
     """What multiplies data and scales of blocks in XLA."""
 
     SCALED_DOT = "an operation that becomes one launch, which XLA has to find before it divides a program"
@@ -241,11 +241,11 @@ def _block_product(
     *tensor_scale: Array,
     dimensions: DotDimensions,
     dtype: np.dtype,
-    means: Means,
+    implementation: Implementation,
     blocks: Blocks,
 ) -> Float[Array, "..."]:
     """The product on one device; scales of blocks are their bits."""
-    in_cudnn = means is Means.SCALED_MATMUL
+    in_cudnn = implementation is Implementation.SCALED_MATMUL
 
     def rows(x: Array, batch: tuple[int, ...], free: tuple[int, ...], contracted: tuple[int, ...]) -> Array:
         return lax.transpose(x, (*batch, *free, *contracted)).reshape(
@@ -266,16 +266,16 @@ def _block_product(
     lhs, lhs_scale = data_and_scale(a, scale_a, dimensions.lhs_batch, dimensions.lhs_free, dimensions.lhs_contract)
     rhs, rhs_scale = data_and_scale(b, scale_b, dimensions.rhs_batch, dimensions.rhs_free, dimensions.rhs_contract)
     numbers = ((2,), (2,)), ((0,), (0,))
-    match means:
-        case Means.SCALED_MATMUL if tensor_scale:
+    match implementation:
+        case Implementation.SCALED_MATMUL if tensor_scale:
             out = scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, *tensor_scale)
             return out.reshape(dimensions.out_shape(a.shape, b.shape))
-        case Means.SCALED_MATMUL:
+        case Implementation.SCALED_MATMUL:
             out = jax.nn.scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, preferred_element_type=dtype)
-        case Means.SCALED_DOT:
+        case Implementation.SCALED_DOT:
             scales = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale}
             out = lax.scaled_dot(lhs, rhs, **scales, dimension_numbers=numbers, preferred_element_type=jnp.float32)
-        case Means.DEQUANTIZED:
+        case Implementation.DEQUANTIZED:
             both = _values(lhs, lhs_scale, blocks.size), _values(rhs, rhs_scale, blocks.size)
             out = lax.dot_general(*both, numbers, preferred_element_type=jnp.float32)
     if tensor_scale:
@@ -313,50 +313,50 @@ def _lowered(
     *operands: Any,
     dimensions: DotDimensions,
     dtype: np.dtype,
-    means: tuple[Means, Means],
+    implementations: tuple[Implementation, Implementation],
     blocks: Blocks,
 ) -> Any:
     product = functools.partial(_block_product, dimensions=dimensions, blocks=blocks)
-    if blocks == NV and means[1] is Means.DEQUANTIZED:
+    if blocks == NV and implementations[1] is Implementation.DEQUANTIZED:
         # XLA divides a product of widened operands.
-        product = functools.partial(product, dtype=dtype, means=means[1])
+        product = functools.partial(product, dtype=dtype, implementation=implementations[1])
         return mlir.lower_fun(product, multiple_results=False)(context, *operands)
     if len(operands) > 4 and devices_of(context) > 1:
 
         def scaled_behind(*arrays: Array) -> Array:
-            params = {"dimensions": dimensions, "dtype": FLOAT32, "means": means, "blocks": blocks}
+            params = {"dimensions": dimensions, "dtype": FLOAT32, "implementations": implementations, "blocks": blocks}
             out = block_product_p.bind(*arrays[:4], **params)
             return lax.convert_element_type(out * lax.convert_element_type(arrays[4], jnp.float32), dtype)
 
         return mlir.lower_fun(scaled_behind, multiple_results=False)(context, *operands)
     product = functools.partial(product, dtype=dtype)
     count = context.avals_in[1].shape[dimensions.lhs_contract[-1]]
-    divided = DividedProduct(dimensions, blocks.size, count)
+    partitioned = PartitionedProduct(dimensions, blocks.size, count)
     return lower_after_partitioning(
         context,
         *operands,
         name=_NAME,
-        function=functools.partial(product, means=means[0]),
-        part=functools.partial(product, means=means[1]),
-        rule=divided.rule,
-        sizes=divided.named,
-        partition=divided.partition,
+        function=functools.partial(product, implementation=implementations[0]),
+        part=functools.partial(product, implementation=implementations[1]),
+        rule=partitioned.rule,
+        sizes=partitioned.named,
+        partition=partitioned.partition,
         of_blocks=(1, 3),
         remedy="choose a recipe whose scales stay outside the sum, such as 'rowwise'",
     )
 
 
-def _lowered_elsewhere(context: Any, *operands: Any, means: Any, **params: Any) -> Any:
-    del means
-    alone = Means.DEQUANTIZED if params["blocks"] == NV else Means.SCALED_DOT
-    return _lowered(context, *operands, means=(alone, Means.DEQUANTIZED), **params)
+def _lowered_elsewhere(context: Any, *operands: Any, implementations: Any, **params: Any) -> Any:
+    del implementations
+    alone = Implementation.DEQUANTIZED if params["blocks"] == NV else Implementation.SCALED_DOT
+    return _lowered(context, *operands, implementations=(alone, Implementation.DEQUANTIZED), **params)
 
 
-def _lowered_on_tpu(context: Any, *operands: Any, means: Any, **params: Any) -> Any:
+def _lowered_on_tpu(context: Any, *operands: Any, implementations: Any, **params: Any) -> Any:
     if devices_of(context) == 1:
-        return _lowered_elsewhere(context, *operands, means=means, **params)
+        return _lowered_elsewhere(context, *operands, implementations=implementations, **params)
     # The compiler widens the operands anyway. It divides a product of those, and not the scaled one.
-    product = functools.partial(_block_product, means=Means.DEQUANTIZED, **params)
+    product = functools.partial(_block_product, implementation=Implementation.DEQUANTIZED, **params)
     return mlir.lower_fun(product, multiple_results=False)(context, *operands)
 
 

@@ -37,13 +37,13 @@ class AbstractContraction(abc.ABC):
     """The products that do not sum over their last contracted axis as a whole, but over groups of it."""
 
     state_per_group: bool = False
-    """Whether each group is a member of an ensemble with a state of its own; `extras` holds the groups' sizes."""
+    """Whether each group is a member of an ensemble with a state of its own."""
 
     applies_scales: bool = False
     """Whether the product takes stored scales by themselves, and operands with scales of 1."""
 
-    extras: int
-    """The number of operands besides input and kernel; integers, not differentiated."""
+    is_grouped: bool
+    """Whether there is an operand besides input and kernel, the sizes of groups; integers, not differentiated."""
 
     @abc.abstractmethod
     def out_shape(self, input_shape: Sequence[int], kernel_shape: Sequence[int]) -> tuple[int, ...]:
@@ -60,7 +60,8 @@ class AbstractContraction(abc.ABC):
         """Takes an axis that `vmap` maps into the contraction.
 
         Args:
-            operands: Input, kernel and extras, each with the mapped axis and `ensemble` leading axes before it.
+            operands: Input, kernel and, of groups, their sizes, each with the mapped axis and `ensemble` leading axes
+                before it.
             axes: Where each operand has the mapped axis; None where it has none.
             size: The size of the mapped axis.
             ensemble: The number of leading axes that this contraction does not count.
@@ -74,17 +75,17 @@ class AbstractContraction(abc.ABC):
         """The axes that a product sums over, in each of its operands."""
 
     def members(
-        self, operand: OperandName, shape: tuple[int, ...], extras: tuple[Array, ...], ensemble: int
+        self, operand: OperandName, shape: tuple[int, ...], group_sizes: Array | None, ensemble: int
     ) -> Members:
         """The members of an operand: the parts that have a scale and an amax each.
 
         Args:
             operand: Which it is.
             shape: Its shape.
-            extras: What else the contraction takes.
+            group_sizes: How many rows each group has; None without groups.
             ensemble: How many of its leading axes number members.
         """
-        del shape, extras
+        del shape, group_sizes
         first = USES[operand][0]
         return Members(ensemble, contracted=self.contracted(first)[OPERANDS[first].index(operand)])
 
@@ -93,7 +94,7 @@ class AbstractContraction(abc.ABC):
         self,
         input: Float[Array, "..."],
         kernel: Float[Array, "..."],
-        extras: tuple[Array, ...],
+        group_sizes: Array | None,
         precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
         """The product of two plain arrays, accumulated in float32."""
@@ -103,7 +104,7 @@ class AbstractContraction(abc.ABC):
         self,
         product: ProductName,
         operands: tuple[QuantizedArray, QuantizedArray],
-        extras: tuple[Array, ...],
+        group_sizes: Array | None,
         precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, "*members"] | None,
@@ -115,7 +116,7 @@ class AbstractContraction(abc.ABC):
         Args:
             product: Which of the three.
             operands: Its operands.
-            extras: What else the contraction takes.
+            group_sizes: How many rows each group has; None without groups.
             precision: The precision of the product.
             dtype: The dtype of the result, which has the layout of the output, the input or the kernel.
             scale: The product of the operands' scales, if that is computed already; of groups with a state each,
@@ -211,7 +212,7 @@ class DotContraction(AbstractContraction):
     dimensions: DotDimensions
     kernel_first: bool = False
 
-    extras = 0
+    is_grouped = False
 
     @staticmethod
     def of(
@@ -294,7 +295,7 @@ class DotContraction(AbstractContraction):
         self,
         input: Float[Array, "..."],
         kernel: Float[Array, "..."],
-        extras: tuple[Array, ...],
+        group_sizes: Array | None,
         precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
         """`lax.dot_general`."""
@@ -307,7 +308,7 @@ class DotContraction(AbstractContraction):
         self,
         product: ProductName,
         operands: tuple[QuantizedArray, QuantizedArray],
-        extras: tuple[Array, ...],
+        group_sizes: Array | None,
         precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,

@@ -127,7 +127,7 @@ def is_mapped(axes: KernelForProducts[Any] | None) -> bool:
     return axes is not None and bool(jax.tree.leaves((axes.fprop, axes.dgrad)))
 
 
-def folded(
+def kernel_with_axis(
     quantized: KernelForProducts[Any], axes: KernelForProducts[Any], size: int, position: int, *, kernel_has_axis: bool
 ) -> KernelForProducts[Any]:
     """A quantized kernel into which `vmap`'s axis was folded.

@@ -24,13 +24,13 @@ class TangentArguments(NamedTuple):
 
     Args:
         tangents: The tangents of input, kernel and, if there is one, the state; None where zero.
-        residuals: What the product kept.
-        extras: What else the contraction needs.
+        residuals: What the product saved.
+        group_sizes: How many rows each group has; None without groups.
     """
 
     tangents: Sequence[Any]
     residuals: Residuals
-    extras: Sequence[Any]
+    group_sizes: Any
 
 
 def with_mapped_axis(
@@ -44,9 +44,9 @@ def with_mapped_axis(
         size: Its size.
         spec: What is static about the product of one example.
     """
-    if _has_members(args, axes) or not (_is_mapped(axes, 0) or _is_mapped(axes, 1) or axes.extras):
+    if _has_members(args, axes) or not (_is_mapped(axes, 0) or _is_mapped(axes, 1) or args.group_sizes is not None):
         return _as_members(args, axes, size), dataclasses.replace(spec, ensemble=spec.ensemble + 1), 0
-    return _folded(args, axes, size, spec)
+    return _in_contraction(args, axes, size, spec)
 
 
 def _has_members(args: TangentArguments, axes: TangentArguments) -> bool:
@@ -71,7 +71,7 @@ def _as_members(args: TangentArguments, axes: TangentArguments, size: int) -> Ta
         if x is None:
             return None
         if isinstance(x, QuantizedArray):
-            return _with_axis(x, axis, size, 0, each_its_own=True)
+            return _with_axis(x, axis, size, 0, per_example=True)
         if isinstance(x, StoredArray):
             return x.with_leading_axis(axis, size, 0)
         return to_front(x, axis, size, 0)
@@ -79,11 +79,11 @@ def _as_members(args: TangentArguments, axes: TangentArguments, size: int) -> Ta
     return TangentArguments(
         [in_front(x, axis) for x, axis in zip(args.tangents, axes.tangents, strict=True)],
         Residuals(*(in_front(x, axis) for x, axis in zip(args.residuals, axes.residuals, strict=True))),
-        tuple(in_front(x, axis) for x, axis in zip(args.extras, axes.extras, strict=True)),
+        in_front(args.group_sizes, axes.group_sizes),
     )
 
 
-def _folded(
+def _in_contraction(
     args: TangentArguments, axes: TangentArguments, size: int, spec: ProductSpec
 ) -> tuple[TangentArguments, ProductSpec, int]:
     position = spec.ensemble
@@ -92,7 +92,7 @@ def _folded(
         residual: Any = args.residuals[index]
         axis: Any = axes.residuals[index]
         if isinstance(residual, QuantizedArray):
-            return _with_axis(residual, axis, size, position, each_its_own=False)
+            return _with_axis(residual, axis, size, position, per_example=False)
         if isinstance(residual, StoredArray):
             return residual.with_leading_axis(axis, size, position)
         return to_front(residual, axis, size, position)
@@ -100,8 +100,9 @@ def _folded(
     operands = [with_axis(index) if _is_mapped(axes, index) else args.residuals[index] for index in (0, 1)]
     arrays: list[Any] = [residual_array(x) for x in operands]
     operand_axes = [position if _is_mapped(axes, index) else None for index in (0, 1)]
+    sizes, axes_of_sizes = ([], []) if args.group_sizes is None else ([args.group_sizes], [axes.group_sizes])
     moved, contraction, out_axis = spec.contraction.fold(
-        (*arrays, *args.extras), (*operand_axes, *axes.extras), size, spec.ensemble
+        (*arrays, *sizes), (*operand_axes, *axes_of_sizes), size, spec.ensemble
     )
     # A contraction may want the axis in an operand that was not mapped.
     has_axis = [x.ndim > y.ndim or axis is not None for x, y, axis in zip(moved, arrays, operand_axes, strict=False)]
@@ -115,11 +116,11 @@ def _folded(
         # The scales are the same in all examples.
         record = lax.reduce_max(record, (axis,))
     residuals = args.residuals._replace(input=operands[0], kernel=operands[1], record=record, sent_kernel=None)
-    folded = TangentArguments([*tangents, *args.tangents[2:]], residuals, tuple(moved[2:]))
-    return folded, dataclasses.replace(spec, contraction=contraction), out_axis + spec.ensemble
+    arguments = TangentArguments([*tangents, *args.tangents[2:]], residuals, moved[2] if sizes else None)
+    return arguments, dataclasses.replace(spec, contraction=contraction), out_axis + spec.ensemble
 
 
-def _with_axis(x: QuantizedArray, axes: Any, size: int, position: int, *, each_its_own: bool) -> QuantizedArray:
+def _with_axis(x: QuantizedArray, axes: Any, size: int, position: int, *, per_example: bool) -> QuantizedArray:
     """The array with the mapped axis at a position.
 
     Args:
@@ -127,19 +128,19 @@ def _with_axis(x: QuantizedArray, axes: Any, size: int, position: int, *, each_i
         axes: Where its parts have the axis.
         size: The size of the axis.
         position: Where to move it.
-        each_its_own: Whether every example has its own scale, even if it was not mapped.
+        per_example: Whether every example has its own scale, even if it was not mapped.
     """
     data = to_front(x.data, axes.data, size, position)
     scale, is_mapped = x.scale, axes.scale is not None
     if scale.ndim == int(is_mapped):
         # One number for the whole array: an axis of size 1 for each of the data's.
-        if is_mapped or each_its_own:
+        if is_mapped or per_example:
             shape = [1] * data.ndim
             shape[position] = size if is_mapped else 1
             scale = lax.reshape(scale, shape)
             if not is_mapped:
                 scale = lax.broadcast_in_dim(scale, (size, *shape[1:]), range(data.ndim))
-    elif is_mapped or each_its_own:
+    elif is_mapped or per_example:
         scale = to_front(scale, axes.scale, size, position)
     else:
         scale = lax.expand_dims(scale, (position,))
@@ -150,7 +151,7 @@ def _with_axis(x: QuantizedArray, axes: Any, size: int, position: int, *, each_i
         rotation = dataclasses.replace(rotation, axis=rotation.axis + 1)
     tensor_scale = x.tensor_scale
     if tensor_scale is not None:
-        if each_its_own:
+        if per_example:
             tensor_scale = to_front(tensor_scale, axes.tensor_scale, size, position)
         elif axes.tensor_scale is not None:
             # A product may sum over the examples, so it has to scale before the sum; `scale` includes this one.

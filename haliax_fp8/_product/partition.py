@@ -37,7 +37,7 @@ def special_factors(rule: str, summed: Collection[str], whole: Collection[str]) 
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ArraySharding:
     """An array as XLA would hand it over: its factors, the mesh axes over which each is divided, its size in bytes."""
 
     factors: Factors
@@ -45,11 +45,11 @@ class Held:
     bytes: int
 
     @staticmethod
-    def of(array: Any, factors: Factors) -> "Held":
+    def of(array: Any, factors: Factors) -> "ArraySharding":
         """An operand or result, as `custom_partitioning` describes it."""
         parts = [*array.sharding.spec, *[None] * len(factors)][: len(factors)]
         spec = tuple(part if isinstance(part, tuple) else () if part is None else (part,) for part in parts)
-        return Held(factors, spec, math.prod(array.shape) * array.dtype.itemsize)
+        return ArraySharding(factors, spec, math.prod(array.shape) * array.dtype.itemsize)
 
     def factor_over(self, axis: str) -> str | None:
         """The factor that a mesh axis divides; None if it divides none."""
@@ -62,7 +62,7 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class Partition:
     """Each device's share of a product's factors, and what turns that into its part of the result.
 
     Args:
@@ -84,13 +84,13 @@ class Division:
     @staticmethod
     def of(
         mesh: Any,
-        operands: tuple[Held, Held],
-        out: Held,
+        operands: tuple[ArraySharding, ArraySharding],
+        out: ArraySharding,
         sizes: Mapping[str, int],
         *,
         whole: Collection[str] = (),
         free_factor: str | None = None,
-    ) -> "Division":
+    ) -> "Partition":
         """Each mesh axis divides one factor of all arrays that have it, the one that moves the fewest bytes.
 
         Over an axis that divides a sum, partial sums are added up in the result's dtype: to the part that the device
@@ -122,7 +122,7 @@ class Division:
         for axis, position in gathered:
             out_axes[position] = tuple(other for other in out_axes[position] if other != axis)
         added = tuple(axis for axis in summed if axis not in dict(scattered))
-        return Division(mesh, axes, tuple(scattered), added, tuple(gathered), tuple(out_axes))
+        return Partition(mesh, axes, tuple(scattered), added, tuple(gathered), tuple(out_axes))
 
     def finished(self, part: Array) -> Array:
         """A device's part of the result, from what it has computed."""
@@ -148,8 +148,8 @@ class Division:
 
 def _chosen(
     mesh: Mapping[str, int],
-    operands: tuple[Held, Held],
-    out: Held,
+    operands: tuple[ArraySharding, ArraySharding],
+    out: ArraySharding,
     sizes: Mapping[str, int],
     whole: Collection[str],
     free_factor: str | None,
@@ -157,7 +157,7 @@ def _chosen(
     """The mesh axes that divide each factor."""
     chosen: dict[str, list[str]] = {}
     arrays = (out, *operands)
-    in_use = dict.fromkeys(axis for held in arrays for axes in held.spec for axis in axes)
+    in_use = dict.fromkeys(axis for array in arrays for axes in array.spec for axis in axes)
     for axis in in_use if free_factor is None else dict.fromkeys([*in_use, *mesh]):
 
         def fits(factor: str, axis: str = axis) -> bool:
@@ -167,7 +167,7 @@ def _chosen(
         result_factor = out.factor_over(axis)
         fitting = [
             factor
-            for factor in dict.fromkeys([*(held.factor_over(axis) for held in arrays), free_factor])
+            for factor in dict.fromkeys([*(array.factor_over(axis) for array in arrays), free_factor])
             # XLA has divided what reads the result. It cannot always move a result from one axis to another.
             if factor and (result_factor in (None, factor) or factor not in out.factors)
             if fits(factor)
@@ -178,20 +178,22 @@ def _chosen(
     return chosen
 
 
-def _sent(factor: str, axis: str, mesh: Mapping[str, int], operands: tuple[Held, Held], out: Held) -> float:
+def _sent(
+    factor: str, axis: str, mesh: Mapping[str, int], operands: tuple[ArraySharding, ArraySharding], out: ArraySharding
+) -> float:
     """About how many bytes devices receive if a mesh axis divides a factor; to divide another one, XLA gathers."""
     share = (mesh[axis] - 1) / mesh[axis]
     total = sum(x.bytes_over(axis, mesh) for x in operands if x.factor_over(axis) not in (None, factor))
-    held = out.factor_over(axis)
+    result_factor = out.factor_over(axis)
     if factor not in out.factors:
-        total += out.bytes_over(axis, mesh) * (2 if held is None else 1)
-    elif held != factor:
+        total += out.bytes_over(axis, mesh) * (2 if result_factor is None else 1)
+    elif result_factor != factor:
         total += out.bytes_over(axis, mesh)
     return total * share
 
 
 @dataclasses.dataclass(frozen=True)
-class DividedProduct:
+class PartitionedProduct:
     """A product on a mesh: of data and exponents, `product(lhs, of_lhs, rhs, of_rhs)`; or with one scale for all, which
     is an array of one element, `product(lhs, rhs, scale)`.
 
@@ -258,23 +260,23 @@ class DividedProduct:
             result: The same of the result.
         """
         positions = (0, 1) if self.block is None else (0, 2)
-        lhs, rhs = (Held.of(args[i], axes) for i, axes in zip(positions, (self.lhs, self.rhs), strict=True))
+        lhs, rhs = (ArraySharding.of(args[i], axes) for i, axes in zip(positions, (self.lhs, self.rhs), strict=True))
         lhs_shape, rhs_shape = (args[i].shape for i in ((0, 1) if self.block is None else (1, 3)))
         sizes = dict(zip(self.lhs + self.rhs, (*lhs_shape, *rhs_shape), strict=True))
-        division = Division.of(mesh, (lhs, rhs), Held.of(result, self.out), sizes)
+        partition = Partition.of(mesh, (lhs, rhs), ArraySharding.of(result, self.out), sizes)
 
         def on_each(*arrays: Array) -> Array:
-            return division.finished(product(*arrays))
+            return partition.finished(product(*arrays))
 
         lhs_sharding, rhs_sharding, scale_sharding = (
-            division.sharding(axes) for axes in (self.lhs, self.rhs, ("one",))
+            partition.sharding(axes) for axes in (self.lhs, self.rhs, ("one",))
         )
         shardings = (
             (lhs_sharding, rhs_sharding, scale_sharding)
             if self.block is None
             else (lhs_sharding, lhs_sharding, rhs_sharding, rhs_sharding)
         )
-        return mesh, on_each, division.result_sharding, shardings
+        return mesh, on_each, partition.result_sharding, shardings
 
 
 def _named(ndim: int, **by_letter: tuple[int, ...]) -> Factors:
@@ -327,16 +329,16 @@ def _lowered(context: Any, *operands: Any, dimensions: DotDimensions, exact: boo
     product = functools.partial(_of_part, dimensions=dimensions, in_dtype=in_dtype, **params)
     if not knows_devices(context):
         return mlir.lower_fun(product, multiple_results=False)(context, *operands)
-    divided = DividedProduct(dimensions)
+    partitioned = PartitionedProduct(dimensions)
     return lower_after_partitioning(
         context,
         *operands,
         name="a product with one scale",
         function=product,
         part=product,
-        rule=divided.rule,
-        sizes=divided.named,
-        partition=divided.partition,
+        rule=partitioned.rule,
+        sizes=partitioned.named,
+        partition=partitioned.partition,
         remedy="choose another recipe",
     )
 
@@ -347,77 +349,77 @@ divided_sum_p = define("fp8_divided_sum", aval=aval_of, batch=_batched, lower=_l
 # --- What is sent once, or computed again -----------------------------------------------------------------------------
 
 
-def kept_if_sent(kept: Array, again: Array, *, in_blocks: bool = False) -> Array:
+def recomputed_unless_sent(saved: Array, recomputed: Array, *, in_blocks: bool = False) -> Array:
     """Of two arrays with the same values, the first if devices would have to send each other the second; else that.
 
-    `kept` is in memory since the forward pass, `again` is computed from what is in memory anyway. XLA knows only when
+    `saved` is in memory since the forward pass, `recomputed` follows from what is in memory anyway. XLA knows only when
     it has divided the program whether devices hold parts of an array, and which parts its user needs. On one device,
     inside `shard_map` and on TPUs, whose compiler does not ask, the second array is used. XLA drops the other one.
 
     Args:
-        kept: The array that is sent once, for its other user and for this one.
-        again: The array computed again.
+        saved: The array that is sent once, for its other user and for this one.
+        recomputed: The array computed again.
         in_blocks: Whether its user is a product of blocks, which says what its devices need only after this is
             decided: several devices then take the first array.
     """
-    return kept_if_sent_p.bind(kept, again, in_blocks=in_blocks)
+    return recomputed_unless_sent_p.bind(saved, recomputed, in_blocks=in_blocks)
 
 
-def _kept_if_sent_batched(args: Any, axes: Any, *, in_blocks: bool) -> tuple[Array, int]:
-    return kept_if_sent_p.bind(*mapped_in_front(args, axes), in_blocks=in_blocks), 0
+def _recomputed_unless_sent_batched(args: Any, axes: Any, *, in_blocks: bool) -> tuple[Array, int]:
+    return recomputed_unless_sent_p.bind(*mapped_in_front(args, axes), in_blocks=in_blocks), 0
 
 
-def _kept_if_sent_lowered(context: Any, kept: Any, again: Any, *, in_blocks: bool) -> Any:
+def _recomputed_unless_sent_lowered(context: Any, saved: Any, recomputed: Any, *, in_blocks: bool) -> Any:
     if not knows_devices(context):
-        return [again]
+        return [recomputed]
     if in_blocks:
-        return [kept]
+        return [saved]
     ndim = context.avals_in[0].ndim
     # Each array has axes of its own: the user alone says how it needs the result divided.
-    arrays = [" ".join(f"{letter}{axis}" for axis in range(ndim)) for letter in "kar"]
+    arrays = [" ".join(f"{letter}{axis}" for axis in range(ndim)) for letter in "sro"]
     return lower_after_partitioning(
         context,
-        kept,
-        again,
+        saved,
+        recomputed,
         name="a kernel",
         function=_second,
         part=_second,
         rule=f"{arrays[0]}, {arrays[1]} -> {arrays[2]}",
         # A mesh has no name for every way in which XLA divides an array.
         sizes={"decode_shardings": False},
-        partition=_kept_if_sent_partition,
+        partition=_recomputed_unless_sent_partition,
         remedy="choose another KernelResidual",
     )
 
 
-def _first(kept: Array, again: Array) -> Array:
-    del again
-    return kept
+def _first(saved: Array, recomputed: Array) -> Array:
+    del recomputed
+    return saved
 
 
-def _second(kept: Array, again: Array) -> Array:
-    del kept
-    return again
+def _second(saved: Array, recomputed: Array) -> Array:
+    del saved
+    return recomputed
 
 
-def _kept_if_sent_partition(part: Any, mesh: Any, args: Sequence[Any], result: Any) -> Any:
+def _recomputed_unless_sent_partition(part: Any, mesh: Any, args: Sequence[Any], result: Any) -> Any:
     """What each device takes, as `custom_partitioning` asks for it."""
     del part
-    kept, again = (x.sharding for x in args)
-    if _is_there(again, result.sharding, result.shape):
-        return mesh, _second, result.sharding, (kept, result.sharding)
-    return mesh, _first, result.sharding, (result.sharding, again)
+    saved, recomputed = (x.sharding for x in args)
+    if _covers(recomputed, result.sharding, result.shape):
+        return mesh, _second, result.sharding, (saved, result.sharding)
+    return mesh, _first, result.sharding, (result.sharding, recomputed)
 
 
-def _is_there(held: Sharding, needed: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether each device can cut what it needs of an array out of what it holds."""
-    if held.is_fully_replicated or held.is_equivalent_to(needed, len(shape)):
+def _covers(sharding: Sharding, needed: Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether each device can cut what it needs of an array out of its part in a sharding."""
+    if sharding.is_fully_replicated or sharding.is_equivalent_to(needed, len(shape)):
         return True
-    parts = (sharding.devices_indices_map(shape) for sharding in (held, needed))
-    held_parts, needed_parts = ({device: _ends(x, shape) for device, x in part.items()} for part in parts)
+    parts = (x.devices_indices_map(shape) for x in (sharding, needed))
+    local_parts, needed_parts = ({device: _ends(x, shape) for device, x in part.items()} for part in parts)
     return all(
         begin <= needed_begin and needed_end <= end
-        for device, ends in held_parts.items()
+        for device, ends in local_parts.items()
         for (begin, end), (needed_begin, needed_end) in zip(ends, needed_parts[device], strict=True)
     )
 
@@ -427,10 +429,10 @@ def _ends(indices: Sequence[slice], shape: tuple[int, ...]) -> list[tuple[int, i
     return [index.indices(size)[:2] for index, size in zip(indices, shape, strict=True)]
 
 
-kept_if_sent_p = define(
-    "fp8_kept_if_sent",
-    aval=lambda kept, again, in_blocks: again,
-    batch=_kept_if_sent_batched,
-    lower=_kept_if_sent_lowered,
+recomputed_unless_sent_p = define(
+    "fp8_recomputed_unless_sent",
+    aval=lambda saved, recomputed, in_blocks: recomputed,
+    batch=_recomputed_unless_sent_batched,
+    lower=_recomputed_unless_sent_lowered,
     with_devices=True,
 )

@@ -33,7 +33,7 @@ from .._numerics.stored_array import StoredArray
 from .._state.op_state import warn_of_constant_state
 from .._state.record import cotangent, repeated
 from ..devices.units import FP4_UNITS, MX_UNITS
-from .kernel_for_products import KernelForProducts, folded, is_mapped
+from .kernel_for_products import KernelForProducts, is_mapped, kernel_with_axis
 from .mapped_tangent import TangentArguments, with_mapped_axis
 from .spec import ProductSpec
 from .three_products import backward, forward, fprop_alone, tangent
@@ -44,7 +44,7 @@ def fp8_dot_general(
     kernel: Float[Array, "..."],
     record: Array | None,
     spec: ProductSpec,
-    extras: tuple[Array, ...] = (),
+    group_sizes: Array | None = None,
     key: UInt32[Array, "*ensemble 2"] | None = None,
     quantized_kernel: KernelForProducts[Array] | None = None,
     out_sharding: NamedSharding | None = None,
@@ -58,7 +58,7 @@ def fp8_dot_general(
         kernel: Its weight.
         record: The op's scales in float32 or `fp32_max_grad`; None for a stateless recipe.
         spec: What is static.
-        extras: What else the contraction needs, such as the group sizes of a ragged one.
+        group_sizes: How many rows each group has; None without groups.
         key: The words of the key for stochastic rounding; without one, rounding stochastically raises.
         quantized_kernel: The kernel, if it was quantized before, with its structure in `spec`; else None.
         out_sharding: The sharding of the product, on a mesh with explicit axes; else None.
@@ -66,13 +66,13 @@ def fp8_dot_general(
     Returns:
         The product in `spec.out_dtype`.
     """
-    op_leaves = jax.tree.leaves((record, key, quantized_kernel))
+    leaves = jax.tree.leaves((group_sizes, record, key, quantized_kernel))
 
     def multiply(input: Array, kernel: Array, *others: Array) -> Array:
         # The transpose of the mark sums gradients over devices.
         return _primitive_of(spec).bind(*all_varying(input, kernel), *others, spec=spec)
 
-    return with_automatic_axes(multiply, out_sharding, input, kernel, *extras, *op_leaves)
+    return with_automatic_axes(multiply, out_sharding, input, kernel, *leaves)
 
 
 # --- The primitives -------------------------------------------------------------------------------------------------
@@ -81,22 +81,22 @@ def fp8_dot_general(
 def _primitive_of(spec: ProductSpec) -> Primitive:
     operands = [operand for pair in spec.recipe.products.values() for operand in pair if operand.scaling.quantizes]
     has_blocks = any(operand.scaling.units in (FP4_UNITS, MX_UNITS) for operand in operands)
-    has_groups = spec.contraction.extras > 0
-    return fp8_dot_on_devices_p if has_blocks or has_groups else fp8_dot_p
+    return fp8_dot_on_devices_p if has_blocks or spec.contraction.is_grouped else fp8_dot_p
 
 
 def _fp8_dot(input: Array, kernel: Array, *others: Array, spec: ProductSpec) -> Array:
     return fprop_alone(input, kernel, *_split_others(others, spec), spec)
 
 
-def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Any, Any, Any]:
-    """Extras; and, each None if there is none: the state, the random key, the kernel as it was quantized before."""
-    rest = list(others[spec.contraction.extras :])
+def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[Any, Any, Any, Any]:
+    """Each None if there is none: group sizes, the state, the random key, the kernel as it was quantized before."""
+    rest = list(others)
+    group_sizes = rest.pop(0) if spec.contraction.is_grouped else None
     state = rest.pop(0) if spec.recipe.is_stateful else None
     leaves = 0 if spec.quantized_kernel is None else spec.quantized_kernel.num_leaves
     key = rest.pop(0) if len(rest) > leaves else None
     quantized_kernel = None if spec.quantized_kernel is None else jax.tree.unflatten(spec.quantized_kernel, rest)
-    return tuple(others[: spec.contraction.extras]), state, key, quantized_kernel
+    return group_sizes, state, key, quantized_kernel
 
 
 def _fp8_dot_aval(input, kernel, *others, spec: ProductSpec):
@@ -106,25 +106,25 @@ def _fp8_dot_aval(input, kernel, *others, spec: ProductSpec):
 
 def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
     input, kernel, *others = primals
-    extras, state, key, quantized_kernel = _split_others(others, spec)
+    group_sizes, state, key, quantized_kernel = _split_others(others, spec)
     # Reverse mode comes here from within `jax.checkpoint` only, else to the rule below.
-    out, residuals = forward(input, kernel, extras, state, key, quantized_kernel, spec, rematerialized=True)
+    out, residuals = forward(input, kernel, group_sizes, state, key, quantized_kernel, spec, rematerialized=True)
     tangents = (*tangents[:2], *(t for t in [_split_others(tangents[2:], spec)[1]] if t is not None))
     linear = tuple([type(t) is not ad.Zero for t in tangents])
     _check_linear(linear, state, spec)
     nonzero = [t for t in tangents if type(t) is not ad.Zero]
-    leaves, structure = jax.tree.flatten((residuals, extras))
+    leaves, structure = jax.tree.flatten((residuals, group_sizes))
     return out, fp8_dot_tangent_p.bind(*nonzero, *leaves, spec=spec, linear=linear, structure=structure)
 
 
 def _fp8_dot_linearize(linear: Sequence[bool], *primals: Any, spec: ProductSpec):
     """What the JVP says, for reverse mode."""
     input, kernel, *others = primals
-    extras, state, key, quantized_kernel = _split_others(others, spec)
-    out, residuals = forward(input, kernel, extras, state, key, quantized_kernel, spec, rematerialized=False)
+    group_sizes, state, key, quantized_kernel = _split_others(others, spec)
+    out, residuals = forward(input, kernel, group_sizes, state, key, quantized_kernel, spec, rematerialized=False)
     state_is_linear = [is_linear for is_linear in [_split_others(linear[2:], spec)[1]] if is_linear is not None]
     _check_linear((*linear[:2], *state_is_linear), state, spec)
-    leaves, structure = jax.tree.flatten((residuals, extras))
+    leaves, structure = jax.tree.flatten((residuals, group_sizes))
     params = {"spec": spec, "linear": (*linear[:2], *state_is_linear), "structure": structure}
     return out, leaves, lambda residuals, tangents: fp8_dot_tangent_p.bind(*tangents, *residuals, **params)
 
@@ -138,7 +138,7 @@ def _check_linear(linear: Sequence[bool], state: Any, spec: ProductSpec) -> None
 def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
     """Folds the mapped axis into the product; only a state or key that is mapped too makes independent members."""
     size = mapped_size(args, axes)
-    count = 2 + spec.contraction.extras
+    count = 2 + spec.contraction.is_grouped
     *_, state, key, quantized_kernel = _split_others(args[2:], spec)
     *_, state_axis, key_axis, quantized_axes = _split_others(axes[2:], spec)
     if state_axis is not None or key_axis is not None:
@@ -155,7 +155,7 @@ def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
     ndim = operands[1].ndim - (axes[1] is not None)
     operands, contraction, out_axis = spec.contraction.fold(operands, axes, size, spec.ensemble)
     if quantized_kernel is not None:
-        quantized_kernel = folded(
+        quantized_kernel = kernel_with_axis(
             quantized_kernel, quantized_axes, size, spec.ensemble, kernel_has_axis=operands[1].ndim > ndim
         )
     op_leaves = jax.tree.leaves((state, key, quantized_kernel))
@@ -173,16 +173,16 @@ def _in_front(out: Array, axis: int) -> tuple[Array, int]:
 
 
 def _unpack(args, linear: tuple[bool, ...], structure) -> tuple[list[Any], Any, Any]:
-    """The equation's operands as they were bound: tangents (None where zero), residuals, extras."""
+    """The equation's operands as they were bound: tangents (None where zero), residuals, group sizes."""
     remaining = iter(args[: sum(linear)])
     tangents: list[Any] = [next(remaining) if is_linear else None for is_linear in linear]
-    residuals, extras = jax.tree.unflatten(structure, args[sum(linear) :])
-    return tangents, residuals, extras
+    residuals, group_sizes = jax.tree.unflatten(structure, args[sum(linear) :])
+    return tangents, residuals, group_sizes
 
 
 def _fp8_dot_tangent(*args: Array, spec: ProductSpec, linear: tuple[bool, ...], structure) -> Array:
-    tangents, residuals, extras = _unpack(args, linear, structure)
-    return tangent([t for t in tangents[:2] if t is not None], residuals, extras, spec=spec, linear=linear[:2])
+    tangents, residuals, group_sizes = _unpack(args, linear, structure)
+    return tangent([t for t in tangents[:2] if t is not None], residuals, group_sizes, spec=spec, linear=linear[:2])
 
 
 def _fp8_dot_tangent_aval(*args: Any, spec: ProductSpec, linear: tuple[bool, ...], structure):
@@ -203,7 +203,7 @@ def _aval_of(residual: Any) -> Any:
 
 
 def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...], structure):
-    tangents, residuals, extras = _unpack(args, linear, structure)
+    tangents, residuals, group_sizes = _unpack(args, linear, structure)
     if type(grad) is ad.Zero:
         return [None] * len(args)
     dx, dw = [t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2]]
@@ -212,7 +212,7 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
         require_transposed_state(tangents[2], tangents[1:2])
     if dw is not None and spec.recipe.is_stateful and not (update and ad.is_undefined_primal(tangents[2])):
         warn_of_constant_state(spec.recipe)
-    gradients, measured = backward(grad, residuals, extras, spec=spec, dtypes=(dx, dw), update=update)
+    gradients, measured = backward(grad, residuals, group_sizes, spec=spec, dtypes=(dx, dw), update=update)
     record_cotangent = None if measured is None else cotangent(measured, tangents[2])
     cotangents = [*gradients, *([record_cotangent] if len(linear) > 2 else [])]
     undefined = [ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, tangents, strict=True)]
@@ -226,7 +226,7 @@ def _fp8_dot_tangent_batch(args, axes, *, spec: ProductSpec, linear: tuple[bool,
     size = mapped_size(args, axes)
     arguments, mapped = (TangentArguments(*_unpack(x, linear, structure)) for x in (args, axes))
     arguments, spec, out_axis = with_mapped_axis(arguments, mapped, size, spec)
-    leaves, structure = jax.tree.flatten((arguments.residuals, arguments.extras))
+    leaves, structure = jax.tree.flatten((arguments.residuals, arguments.group_sizes))
     tangents = [t for t in arguments.tangents if t is not None]
     out = fp8_dot_tangent_p.bind(*tangents, *leaves, spec=spec, linear=linear, structure=structure)
     return _in_front(out, out_axis)

@@ -64,7 +64,7 @@ def _quantized_for_all(
 ) -> KernelForProducts[Array]:
     kernel = round_to(kernel, spec.compute_dtype)
     scales = scales_of(record, spec)
-    members = spec.batched.members("kernel", kernel.shape, (), spec.ensemble)
+    members = spec.batched.members("kernel", kernel.shape, None, spec.ensemble)
     arrays: dict[ProductName, QuantizedArray] = {}
     operands: list[StoredArray[Array] | None] = []
     for product in USES["kernel"]:

@@ -61,10 +61,10 @@ class DgradKernel(enum.Enum):
     HIGH_PRECISION = enum.auto()
     """The kernel itself: dgrad does not quantize it."""
 
-    KEPT = enum.auto()
+    SAVED = enum.auto()
     """What the forward pass quantized; a checkpoint may save it by its name."""
 
-    KEPT_UNLESS_RECOMPUTED = enum.auto()
+    SAVED_UNLESS_RECOMPUTED = enum.auto()
     """What the forward pass quantized, without a name: a checkpoint recomputes it."""
 
     QUANTIZED_AGAIN = enum.auto()
@@ -105,13 +105,13 @@ class DgradKernel(enum.Enum):
         scaling = recipe.uses["kernel", "dgrad"].scaling
         if not scaling.quantizes:
             return DgradKernel.HIGH_PRECISION
-        is_alike = "kernel" in recipe.quantized_once and not contraction.extras
+        is_alike = "kernel" in recipe.quantized_once and not contraction.is_grouped
         may_be_sent = is_alike and residual is KernelResidual.REQUANTIZE_WHERE_CHEAP
         if before:
             return DgradKernel.QUANTIZED_BEFORE_UNLESS_SENT if may_be_sent else DgradKernel.QUANTIZED_BEFORE
         decided = residual.decided(measures_again=recipe.measures_kernel_again, stacked=stacked)
         if decided is not KernelResidual.REQUANTIZE:
-            return DgradKernel.KEPT if decided is KernelResidual.KEEP else DgradKernel.KEPT_UNLESS_RECOMPUTED
+            return DgradKernel.SAVED if decided is KernelResidual.KEEP else DgradKernel.SAVED_UNLESS_RECOMPUTED
         if may_be_sent and scaling.stores_scale:
             return DgradKernel.QUANTIZED_AGAIN_UNLESS_SENT
         return DgradKernel.QUANTIZED_AGAIN
@@ -145,7 +145,7 @@ class ProductSpec:
     precision: lax.Precision
     stacked: bool = False
     index_among_sharers: int | None = None
-    dgrad_kernel: DgradKernel = DgradKernel.KEPT
+    dgrad_kernel: DgradKernel = DgradKernel.SAVED
     quantized_kernel: Any = None
     ensemble: int = 0
     one_pass: bool = False

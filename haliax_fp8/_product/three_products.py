@@ -17,9 +17,9 @@ from .._jax.meshes import automatic_axes, manual_axes
 from .._jax.opaque import opaque
 from .._jax.xla import (
     gathered_once,
-    not_kept_from_forward,
     operand_per_sharer,
     precision_per_sharer,
+    prevent_cse_with_forward,
     read_by_activation,
     transposed_from_fp8,
     transposed_separately,
@@ -43,7 +43,7 @@ from .operands import (
     scaled_values,
     scales_of,
 )
-from .partition import kept_if_sent
+from .partition import recomputed_unless_sent
 from .spec import DgradKernel, ProductSpec
 
 
@@ -78,11 +78,11 @@ class Residuals(NamedTuple):
             return self.record, None
         state = unpack(self.record, record_length(spec.recipe.scalings))
         # Without this, XLA quantizes experts' kernels for both passes at once, and keeps both.
-        scales = not_kept_from_forward(state.scales) if spec.contraction.extras else state.scales
+        scales = prevent_cse_with_forward(state.scales) if spec.contraction.is_grouped else state.scales
         return scales, state
 
     def operand(
-        self, operand: OperandName, scales: Scales | None, extras: tuple[Array, ...], spec: ProductSpec
+        self, operand: OperandName, scales: Scales | None, group_sizes: Array | None, spec: ProductSpec
     ) -> QuantizedArray:
         """Input or kernel as quantized for the backward pass."""
         residual = self.input if operand == "input" else self.kernel
@@ -92,12 +92,12 @@ class Residuals(NamedTuple):
         else:
             assert not isinstance(residual, QuantizedArray | StoredArray)
             if operand == "kernel":
-                residual = not_kept_from_forward(residual)
+                residual = prevent_cse_with_forward(residual)
             x = round_to(residual, spec.compute_dtype)
-            members = spec.batched.members(operand, x.shape, extras, spec.ensemble)
+            members = spec.batched.members(operand, x.shape, group_sizes, spec.ensemble)
             quantized = quantize_operand(x, operand, product, scales, self.key, members, spec)
         if operand == "kernel" and self.sent_kernel is not None:
-            data = kept_if_sent(self.sent_kernel, quantized.data, in_blocks=quantized.block is not None)
+            data = recomputed_unless_sent(self.sent_kernel, quantized.data, in_blocks=quantized.block is not None)
             quantized = dataclasses.replace(quantized, data=data)
         return quantized
 
@@ -110,7 +110,7 @@ def residual_array(residual: Any) -> Any:
 def forward(
     input: Any,
     kernel: Any,
-    extras: tuple[Any, ...],
+    group_sizes: Any,
     record: Array | None,
     key: Array | None,
     quantized_kernel: KernelForProducts[Array] | None,
@@ -123,7 +123,7 @@ def forward(
     Args:
         input: The layer's input; JAX may hand over literals.
         kernel: The layer's kernel, which may be a literal too.
-        extras: As in `fp8_dot_general`, possibly literals.
+        group_sizes: As in `fp8_dot_general`, possibly literals.
         record: The scales; None for a stateless recipe.
         key: The random key for stochastic rounding.
         quantized_kernel: The kernel, if it was quantized before; else None.
@@ -138,7 +138,7 @@ def forward(
             assert quantized_kernel.fprop is not None
             sent_kernel = quantized_kernel.fprop.values_of_data
     out, quantized, packed = _fprop(
-        input, kernel, extras, record, key, quantized_kernel, sent_kernel, spec=spec, differentiated=True
+        input, kernel, group_sizes, record, key, quantized_kernel, sent_kernel, spec=spec, differentiated=True
     )
     quantized_input, kernel_for_dgrad = quantized
     # Where nothing new is kept, the argument itself is: routed through `_fprop`, JAX would store it as a result.
@@ -151,7 +151,7 @@ def forward(
         kernel = quantized_kernel.dgrad
     elif kernel_for_dgrad is not None:
         kernel = transposed_separately_on_one(kernel_for_dgrad)
-        if rematerialized and spec.dgrad_kernel is DgradKernel.KEPT:
+        if rematerialized and spec.dgrad_kernel is DgradKernel.SAVED:
             kernel = checkpoint_name(kernel, FP8_KERNEL)
     return checkpoint_name(out, FP8_OUTPUT), Residuals(input, kernel, packed, key, sent_kernel)
 
@@ -159,14 +159,14 @@ def forward(
 def fprop_alone(
     input: Array,
     kernel: Array,
-    extras: tuple[Array, ...],
+    group_sizes: Array | None,
     record: Array | None,
     key: Array | None,
     quantized_kernel: KernelForProducts[Array] | None,
     spec: ProductSpec,
 ) -> Array:
     """The output, if no gradient is requested."""
-    return _fprop(input, kernel, extras, record, key, quantized_kernel, None, spec=spec, differentiated=False)[0]
+    return _fprop(input, kernel, group_sizes, record, key, quantized_kernel, None, spec=spec, differentiated=False)[0]
 
 
 @opaque
@@ -178,7 +178,7 @@ def _kernel_to_send(kernel: Array, record: Array | None, key: Array | None, *, s
     scales = scales_of(None if record is None else in_product(record), spec)
     with _scope(FPROP, spec):
         kernel = round_to(kernel, spec.compute_dtype)
-        members = spec.batched.members("kernel", kernel.shape, (), spec.ensemble)
+        members = spec.batched.members("kernel", kernel.shape, None, spec.ensemble)
         return quantize_operand(kernel, "kernel", "fprop", scales, key, members, spec).data
 
 
@@ -186,7 +186,7 @@ def _kernel_to_send(kernel: Array, record: Array | None, key: Array | None, *, s
 def _fprop(
     input: Array,
     kernel: Array,
-    extras: tuple[Array, ...],
+    group_sizes: Array | None,
     record: Array | None,
     key: Array | None,
     quantized_kernel: KernelForProducts[Array] | None,
@@ -203,12 +203,12 @@ def _fprop(
         "kernel": round_to(kernel, spec.compute_dtype),
     }
     scales = scales_of(record, spec)
-    members = {name: spec.batched.members(name, x.shape, extras, spec.ensemble) for name, x in operands.items()}
+    members = {name: spec.batched.members(name, x.shape, group_sizes, spec.ensemble) for name, x in operands.items()}
     with _scope(FPROP, spec):
-        is_kept = spec.dgrad_kernel in (DgradKernel.KEPT, DgradKernel.KEPT_UNLESS_RECOMPUTED)
+        is_saved = spec.dgrad_kernel in (DgradKernel.SAVED, DgradKernel.SAVED_UNLESS_RECOMPUTED)
         for_both = {
             "input": differentiated and "input" not in spec.residuals_in_high_precision,
-            "kernel": differentiated and is_kept,
+            "kernel": differentiated and is_saved,
         }
         quantized = {
             operand: quantize_operand(
@@ -220,7 +220,7 @@ def _fprop(
         }
         if sent_kernel is not None and quantized_kernel is not None:
             quantized["kernel"] = dataclasses.replace(quantized["kernel"], data=sent_kernel)
-        if differentiated and is_kept and "kernel" in spec.recipe.quantized_once:
+        if differentiated and is_saved and "kernel" in spec.recipe.quantized_once:
             whole = quantized["kernel"]
             quantized["kernel"] = dataclasses.replace(whole, data=gathered_once(whole.data))
         if differentiated and "input" not in spec.residuals_in_high_precision and "input" in spec.recipe.quantized_once:
@@ -229,9 +229,9 @@ def _fprop(
         dtype, scale = spec.compute_dtype or spec.out_dtype, scales.of_product("fprop", spec) if scales else None
         unshared_scale = quantized["kernel"].scale if scale is None else scale
         pair = _input_per_sharer(quantized["input"], unshared_scale, spec), quantized["kernel"]
-        out = round_to(spec.batched.product("fprop", pair, extras, spec.precision, dtype, scale), spec.out_dtype)
+        out = round_to(spec.batched.product("fprop", pair, group_sizes, spec.precision, dtype, scale), spec.out_dtype)
         # Other scales are applied behind the product, by the launch that reads its result.
-        if differentiated and not extras and all(x.scale.size == 1 for x in pair):
+        if differentiated and group_sizes is None and all(x.scale.size == 1 for x in pair):
             out = read_by_activation(out, input)
     if not differentiated:
         return out, (None, None), None
@@ -272,7 +272,7 @@ def _input_per_sharer(input: QuantizedArray, unshared_scale: Array, spec: Produc
 def backward(
     grad: Array,
     residuals: Residuals,
-    extras: tuple[Array, ...],
+    group_sizes: Array | None,
     *,
     spec: ProductSpec,
     dtypes: tuple[np.dtype | None, np.dtype | None],
@@ -283,7 +283,7 @@ def backward(
     Args:
         grad: The output's gradient.
         residuals: What the forward pass kept.
-        extras: What else the contraction needs.
+        group_sizes: How many rows each group has; None without groups.
         spec: What is static.
         dtypes: The dtypes of the gradients.
         update: Whether to return what was measured.
@@ -291,7 +291,7 @@ def backward(
     grad = round_to(grad, spec.compute_dtype)
     record, state = residuals.stored(spec)
     scales, quantized = scales_of(record, spec), {}
-    members = spec.batched.members("output_grad", grad.shape, extras, spec.ensemble)
+    members = spec.batched.members("output_grad", grad.shape, group_sizes, spec.ensemble)
 
     def grad_for(product: ProductName) -> QuantizedArray:
         product = spec.recipe.quantized_for["output_grad", product]
@@ -308,7 +308,7 @@ def backward(
     def gradient(product: ProductName, other: OperandName, dtype: np.dtype | None) -> Array | None:
         if dtype is None:
             return None
-        operand, quantized_grad = residuals.operand(other, scales, extras, spec), grad_for(product)
+        operand, quantized_grad = residuals.operand(other, scales, group_sizes, spec), grad_for(product)
         if product not in spec.recipe.quantized_products:
             operand = in_high_precision(operand, other, product, grad.dtype, spec)
         if product == "wgrad" and "output_grad" in spec.recipe.quantized_once:
@@ -318,7 +318,7 @@ def backward(
         pair = (quantized_grad, operand) if product == "dgrad" else (operand, quantized_grad)
         precision = precision_per_sharer(spec.index_among_sharers) if product == "wgrad" else lax.Precision.HIGHEST
         scale = scales.of_product(product, spec) if scales else None
-        out = spec.batched.product(product, pair, extras, precision, spec.compute_dtype or dtype, scale)
+        out = spec.batched.product(product, pair, group_sizes, precision, spec.compute_dtype or dtype, scale)
         return round_to(out, dtype)
 
     with _scope(DGRAD, spec):
@@ -342,25 +342,25 @@ def _scope(product: ProductName, spec: ProductSpec) -> contextlib.AbstractContex
 def tangent(
     tangents: Sequence[Array],
     residuals: Residuals,
-    extras: tuple[Array, ...],
+    group_sizes: Array | None,
     *,
     spec: ProductSpec,
     linear: tuple[bool, bool],
 ) -> Array:
     """The output's tangent, `dot(dx, w) + dot(x, dw)`, rounding taken as the identity."""
     scales = scales_of(residuals.stored(spec)[0], spec)
-    x, w = (residuals.operand(operand, scales, extras, spec) for operand in OPERANDS["fprop"])
+    x, w = (residuals.operand(operand, scales, group_sizes, spec) for operand in OPERANDS["fprop"])
     remaining = iter(tangents)
     dx, dw = (next(remaining) if is_linear else None for is_linear in linear)
     terms = []
     if dx is not None:
-        members = spec.batched.members("kernel", w.shape, extras, spec.ensemble)
+        members = spec.batched.members("kernel", w.shape, group_sizes, spec.ensemble)
         kernel_values = scaled_values(w, "kernel", scales, members, spec)
-        terms.append(spec.batched.dot(dx.astype(jnp.float32), kernel_values, extras, lax.Precision.HIGHEST))
+        terms.append(spec.batched.dot(dx.astype(jnp.float32), kernel_values, group_sizes, lax.Precision.HIGHEST))
     if dw is not None:
-        members = spec.batched.members("input", x.shape, extras, spec.ensemble)
+        members = spec.batched.members("input", x.shape, group_sizes, spec.ensemble)
         input_values = scaled_values(x, "input", scales, members, spec)
-        terms.append(spec.batched.dot(input_values, dw.astype(jnp.float32), extras, lax.Precision.HIGHEST))
+        terms.append(spec.batched.dot(input_values, dw.astype(jnp.float32), group_sizes, lax.Precision.HIGHEST))
     if not terms:
         return jnp.zeros(spec.batched.out_shape(x.shape, w.shape), spec.out_dtype)
     return sum(terms[1:], start=terms[0]).astype(spec.out_dtype)

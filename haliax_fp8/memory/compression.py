@@ -68,8 +68,8 @@ def compressed(
         return function(*args), jax.tree.map(lambda x: (quantize(x), jnp.zeros((), x.dtype)), args)
 
     def backward(residuals: Any, gradient: Any) -> Any:
-        is_kept = lambda node: isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], QuantizedArray)
-        args = jax.tree.map(lambda pair: pair[0].dequantize().astype(pair[1].dtype), residuals, is_leaf=is_kept)
+        is_pair = lambda node: isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], QuantizedArray)
+        args = jax.tree.map(lambda pair: pair[0].dequantize().astype(pair[1].dtype), residuals, is_leaf=is_pair)
         return jax.vjp(function, *args)[1](gradient)
 
     apply.defvjp(forward, backward)

@@ -48,8 +48,8 @@ def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None
         >>> gate, up = jnp.bfloat16([[0.3, -1.0]]), jnp.bfloat16([[2.0, 0.7]])
         >>> swiglu(gate, up)
         Array([[0.345703, -0.188477]], dtype=bfloat16)
-        >>> kept = jax.tree.leaves(jax.vjp(swiglu, gate, up)[1])
-        >>> [(x.shape, x.dtype.name) for x in kept]
+        >>> residuals = jax.tree.leaves(jax.vjp(swiglu, gate, up)[1])
+        >>> [(x.shape, x.dtype.name) for x in residuals]
         [((1, 2), 'bfloat16'), ((1, 2), 'bfloat16')]
     """
     require("function", function, Callable, "a function or a module", of="rematerialized")

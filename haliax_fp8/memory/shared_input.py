@@ -75,8 +75,8 @@ def share_input_scales[M](
             raise ValueError(f"groups={groups!r} must be a sequence of sequences of names, such as [('gate', 'up')]")
     # By module, and by the properties that must be equal for layers to share a scale.
     alike: dict[Any, list[str]] = collections.defaultdict(list)
-    found = find_layers(model, rules)
-    for path, (layer, _) in found.items():
+    layers = find_layers(model, rules)
+    for path, (layer, _) in layers.items():
         parent, _, name = path.rpartition(".")
         op = rule_of(layer, rules).op(layer)
         state = _state(op)
@@ -92,7 +92,7 @@ def share_input_scales[M](
     if not shared:
         raise ValueError(
             f"groups={groups!r} name no two layers of one module that can share a scale; the layers are "
-            f"{list(found)[:12]}. Convert the model first, with a recipe that keeps state for their input, and name "
+            f"{list(layers)[:12]}. Convert the model first, with a recipe that keeps state for their input, and name "
             "layers that exist. Without state, layers that read the same tensor have the same scale anyway"
         )
     return _with_shared_inputs(model, shared, rules)

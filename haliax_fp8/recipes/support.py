@@ -203,11 +203,11 @@ def misfit(quantization: Quantization) -> str | None:
 
     made = jax.eval_shape(quantized, jax.ShapeDtypeStruct((_SIDE, _SIDE), jnp.float32))
     if scaling.units == FP8_UNITS and not factors_out(made, (1,)):
-        found = f"{scaling} makes scales that change along the sum, but FP8 units only take scales of tensors or rows"
+        cause = f"{scaling} makes scales that change along the sum, but FP8 units only take scales of tensors or rows"
     elif scaling.units == MX_UNITS and not in_mx_blocks(made, 1):
-        found = f"{scaling} makes scales that are not powers of two for whole blocks of 32, as MXFP8 units need"
+        cause = f"{scaling} makes scales that are not powers of two for whole blocks of 32, as MXFP8 units need"
     elif scaling.units == FP4_UNITS and not (in_nv_blocks(made, 1) and quantization.format == E2M1):
-        found = f"{scaling} in {quantization.format} is not E2M1 in blocks of 16 with scales in E4M3, as FP4 units need"
+        cause = f"{scaling} in {quantization.format} is not E2M1 in blocks of 16 with scales in E4M3, as FP4 units need"
     else:
         return None
-    return f"{found}: operands are dequantized first"
+    return f"{cause}: operands are dequantized first"

@@ -148,7 +148,7 @@ class QuantizedKernel(eqx.Module):
         sharding = None
         if any(map(explicit_axes_of, (input, kernel.data, jax.sharding.get_abstract_mesh()))):
             sharding = sharding_of_product(input, kernel.data.astype(input.dtype), contraction.dimensions.numbers, None)
-        return self._multiply(input, kernel, (), contraction, out_dtype, sharding)
+        return self._multiply(input, kernel, None, contraction, out_dtype, sharding)
 
     def ragged_dot(
         self, rows: Float[Array, "rows inputs"], group_sizes: Int[Array, " groups"]
@@ -172,7 +172,7 @@ class QuantizedKernel(eqx.Module):
             )
         implementation = implementation_for(recipe, allow_dense=False)
         contraction = RaggedContraction(implementation=implementation, state_per_group=self.per_expert)
-        return self._multiply(rows, self.quantized, (group_sizes,), contraction)
+        return self._multiply(rows, self.quantized, group_sizes, contraction)
 
     def _require_one_layer(self) -> None:
         if (extra := self.stored.leading) != 0:
@@ -189,7 +189,7 @@ class QuantizedKernel(eqx.Module):
         self,
         input: Array,
         kernel: QuantizedArray,
-        extras: tuple[Array, ...],
+        group_sizes: Array | None,
         contraction: AbstractContraction,
         out_dtype: np.dtype | None = None,
         sharding: NamedSharding | None = None,
@@ -209,7 +209,7 @@ class QuantizedKernel(eqx.Module):
 
         def multiply(input: Array, *arrays: Array) -> Array:
             quantized, of_input = jax.tree.unflatten(structure, arrays)
-            return served_product(input, quantized, of_input, extras, spec)
+            return served_product(input, quantized, of_input, group_sizes, spec)
 
         return with_automatic_axes(multiply, sharding, input, *arrays)
 

@@ -58,7 +58,7 @@ def served_product(
     input: Float[Array, "..."],
     kernel: QuantizedArray,
     input_scale: Float32[Array, "*ensemble"] | None,
-    extras: tuple[Array, ...],
+    group_sizes: Array | None,
     spec: ServedProduct,
 ) -> Float[Array, "..."]:
     """fprop as training computes it, with a kernel that is quantized already.
@@ -69,7 +69,7 @@ def served_product(
         input: The input.
         kernel: The quantized kernel.
         input_scale: The stored scale of the input; None if the layout has none.
-        extras: Further operands of the contraction.
+        group_sizes: How many rows each group has; None without groups.
         spec: The static arguments.
 
     Raises:
@@ -77,8 +77,8 @@ def served_product(
     """
 
     @jax.custom_jvp
-    def multiply(input: Array, kernel: QuantizedArray, input_scale: Any, extras: Any) -> Array:
-        return _foldable(input, kernel, input_scale, extras, spec)
+    def multiply(input: Array, kernel: QuantizedArray, input_scale: Any, group_sizes: Any) -> Array:
+        return _foldable(input, kernel, input_scale, group_sizes, spec)
 
     @multiply.defjvp
     def no_gradient(primals: Any, tangents: Any) -> Any:
@@ -89,45 +89,45 @@ def served_product(
             "weights='frozen'); serving.dequantize(model) gives plain layers"
         )
 
-    return multiply(input, kernel, input_scale, extras)
+    return multiply(input, kernel, input_scale, group_sizes)
 
 
-def _foldable(input: Array, kernel: QuantizedArray, input_scale: Any, extras: Any, spec: ServedProduct) -> Array:
+def _foldable(input: Array, kernel: QuantizedArray, input_scale: Any, group_sizes: Any, spec: ServedProduct) -> Array:
     @jax.custom_batching.custom_vmap
-    def multiply(input: Array, kernel: QuantizedArray, input_scale: Any, extras: Any) -> Array:
-        return _multiply(input, kernel, input_scale, extras, spec)
+    def multiply(input: Array, kernel: QuantizedArray, input_scale: Any, group_sizes: Any) -> Array:
+        return _multiply(input, kernel, input_scale, group_sizes, spec)
 
     @multiply.def_vmap
     def mapped(size: int, is_mapped: Any, *operands: Any) -> tuple[Array, bool]:
         return _mapped(size, is_mapped, operands, spec), True
 
-    return multiply(input, kernel, input_scale, extras)
+    return multiply(input, kernel, input_scale, group_sizes)
 
 
 def _mapped(size: int, is_mapped: Any, operands: Any, spec: ServedProduct) -> Array:
     """The product of arrays whose first axis is mapped."""
-    input, kernel, input_scale, extras = operands
+    input, kernel, input_scale, group_sizes = operands
     if any(jax.tree.leaves(is_mapped[1:3])):
         repeated = lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-        input, kernel, input_scale, extras = jax.tree.map(repeated, tuple(operands), tuple(is_mapped))
+        input, kernel, input_scale, group_sizes = jax.tree.map(repeated, tuple(operands), tuple(is_mapped))
         spec = dataclasses.replace(spec, ensemble=spec.ensemble + 1)
-        return _foldable(input, _with_rank_of_data(kernel, spec), input_scale, extras, spec)
+        return _foldable(input, _with_rank_of_data(kernel, spec), input_scale, group_sizes, spec)
     if not isinstance(spec.contraction, DotContraction):
         are_mapped = (jax.tree.leaves(is_mapped[0])[0], jax.tree.leaves(is_mapped[3])[0])
         rows, sizes = (
             jnp.moveaxis(x if mapped else jnp.broadcast_to(x, (size, *x.shape)), 0, spec.ensemble)
-            for x, mapped in zip((input, extras[0]), are_mapped, strict=True)
+            for x, mapped in zip((input, group_sizes), are_mapped, strict=True)
         )
         gather, spread = together, apart
         for _ in range(spec.ensemble):
             gather, spread = jax.vmap(gather), jax.vmap(spread)
         rows, sizes, order, valid = gather(rows, sizes)
-        out = _foldable(rows, kernel, input_scale, (sizes,), spec)
+        out = _foldable(rows, kernel, input_scale, sizes, spec)
         return jnp.moveaxis(spread(out, order, valid), spec.ensemble, 0)
     axes = (0 if jax.tree.leaves(is_mapped[0])[0] else None, None)
     (input, data), contraction, out_axis = spec.contraction.fold((input, kernel.data), axes, size, spec.ensemble)
     kernel, spec = dataclasses.replace(kernel, data=data), dataclasses.replace(spec, contraction=contraction)
-    out = _foldable(input, kernel, input_scale, extras, spec)
+    out = _foldable(input, kernel, input_scale, group_sizes, spec)
     return jnp.moveaxis(out, out_axis + spec.ensemble, 0)
 
 
@@ -143,7 +143,7 @@ def _with_rank_of_data(x: QuantizedArray, spec: ServedProduct) -> QuantizedArray
 
 
 def _multiply(
-    input: Array, kernel: QuantizedArray, input_scale: Any, extras: tuple[Array, ...], spec: ServedProduct
+    input: Array, kernel: QuantizedArray, input_scale: Any, group_sizes: Array | None, spec: ServedProduct
 ) -> Array:
     dtype = spec.compute_dtype or spec.out_dtype
     input = round_to(input, spec.compute_dtype)
@@ -151,47 +151,47 @@ def _multiply(
         # The scale of the kernel factors out, so that the product itself reads FP8 data.
         quantized = QuantizedArray(not_joined(input, kernel), jnp.ones((), jnp.float32))
         kernel = dataclasses.replace(kernel, data=lax.convert_element_type(kernel.data, input.dtype))
-        return round_to(_product(quantized, kernel, extras, spec, dtype), spec.out_dtype)
+        return round_to(_product(quantized, kernel, group_sizes, spec, dtype), spec.out_dtype)
     if spec.contraction.state_per_group:
-        return round_to(_product_of_experts(input, kernel, input_scale, extras, spec, dtype), spec.out_dtype)
-    quantized = quantized_input(input, input_scale, extras, spec)
+        return round_to(_product_of_experts(input, kernel, input_scale, group_sizes, spec, dtype), spec.out_dtype)
+    quantized = quantized_input(input, input_scale, group_sizes, spec)
     # After the cast: XLA may keep extra bits of a value that it rounds twice; here it does so as in training.
     quantized = dataclasses.replace(quantized, data=not_joined(quantized.data, kernel))
     if rows_of(input.shape, spec) >= ROWS:
-        return round_to(_product(quantized, kernel, extras, spec, dtype), spec.out_dtype)
+        return round_to(_product(quantized, kernel, group_sizes, spec, dtype), spec.out_dtype)
 
     def as_it_is(quantized: QuantizedArray, kernel: QuantizedArray) -> Array:
-        return _product(quantized, kernel, extras, spec, dtype)
+        return _product(quantized, kernel, group_sizes, spec, dtype)
 
     def padded(quantized: QuantizedArray, kernel: QuantizedArray) -> Array:
-        return padded_product(quantized, kernel, extras, spec, dtype)
+        return padded_product(quantized, kernel, group_sizes, spec, dtype)
 
     return round_to(on_cuda(padded, as_it_is, quantized, kernel), spec.out_dtype)
 
 
 def _product_of_experts(
-    input: Array, kernel: QuantizedArray, input_scale: Array, extras: tuple[Array, ...], spec: ServedProduct, dtype: Any
+    input: Array, kernel: QuantizedArray, input_scale: Array, group_sizes: Array | None, spec: ServedProduct, dtype: Any
 ) -> Array:
     """The product of rows and experts that each have a scale, applied to the result, as in training."""
     one = jnp.ones((), jnp.float32)
-    rows = dataclasses.replace(quantized_input(input, input_scale, extras, spec), scale=one)
+    rows = dataclasses.replace(quantized_input(input, input_scale, group_sizes, spec), scale=one)
     of_experts = jnp.multiply(input_scale, kernel.scale.reshape(input_scale.shape))
     both = rows, dataclasses.replace(kernel, scale=one)
-    return spec.batched.product("fprop", both, extras, spec.precision, dtype, of_experts)
+    return spec.batched.product("fprop", both, group_sizes, spec.precision, dtype, of_experts)
 
 
-def quantized_input(input: Array, input_scale: Any, extras: tuple[Array, ...], spec: ServedProduct) -> QuantizedArray:
+def quantized_input(input: Array, input_scale: Any, group_sizes: Array | None, spec: ServedProduct) -> QuantizedArray:
     """The input in FP8.
 
     Args:
         input: The input, in the dtype of the computation.
         input_scale: Its stored scale; None if the layout has none.
-        extras: Further operands of the contraction.
+        group_sizes: How many rows each group has; None without groups.
         spec: The static arguments.
     """
     assert spec.input is not None
     ensemble = spec.ensemble + spec.contraction.state_per_group
-    members = spec.batched.members("input", input.shape, extras, ensemble).over(axes_of_parts(input))
+    members = spec.batched.members("input", input.shape, group_sizes, ensemble).over(axes_of_parts(input))
     use = OperandUse(
         format=spec.input.format,
         contracted=spec.batched.contracted("fprop")[0],
@@ -233,14 +233,14 @@ def rows_of(shape: tuple[int, ...], spec: ServedProduct) -> int:
 
 
 def padded_product(
-    input: QuantizedArray, kernel: QuantizedArray, extras: tuple[Array, ...], spec: ServedProduct, dtype: np.dtype
+    input: QuantizedArray, kernel: QuantizedArray, group_sizes: Array | None, spec: ServedProduct, dtype: np.dtype
 ) -> Array:
     """The product of an input that is padded with rows of zeros to at least `ROWS` rows.
 
     Args:
         input: The quantized input.
         kernel: The quantized kernel.
-        extras: Further operands of the contraction.
+        group_sizes: How many rows each group has; None without groups.
         spec: The static arguments.
         dtype: The dtype of the result.
     """
@@ -265,11 +265,11 @@ def padded_product(
     tensor_scale = None if input.tensor_scale is None else of_rows(input.tensor_scale)
     wide = dataclasses.replace(input, data=both[0], scale=of_rows(input.scale), block=block, tensor_scale=tensor_scale)
     spec = dataclasses.replace(spec, contraction=contraction)
-    out = _product(wide, dataclasses.replace(kernel, data=both[1]), extras, spec, dtype)
+    out = _product(wide, dataclasses.replace(kernel, data=both[1]), group_sizes, spec, dtype)
     return lax.index_in_dim(out, 0, axis=out_axis + spec.ensemble, keepdims=False)
 
 
 def _product(
-    input: QuantizedArray, kernel: QuantizedArray, extras: tuple[Array, ...], spec: ServedProduct, dtype: np.dtype
+    input: QuantizedArray, kernel: QuantizedArray, group_sizes: Array | None, spec: ServedProduct, dtype: np.dtype
 ) -> Array:
-    return spec.batched.product("fprop", (input, kernel), extras, spec.precision, dtype, None)
+    return spec.batched.product("fprop", (input, kernel), group_sizes, spec.precision, dtype, None)

@@ -21,15 +21,15 @@ NUMBERS = ("relative_error", "cosine_distance", "largest")
 """The computed numbers, in the order of the last axis."""
 
 
-def distances(reference: Float[Array, "..."], other: Float[Array, "..."], kept: int = 0) -> Float32[Array, "*kept 3"]:
+def distances(reference: Float[Array, "..."], other: Float[Array, "..."], batch: int = 0) -> Float32[Array, "*batch 3"]:
     """`NUMBERS` of two arrays, where one is not finite infinity.
 
     Args:
         reference: The array that errors are relative to.
         other: The other one.
-        kept: How many leading axes number arrays of their own.
+        batch: How many leading axes number arrays of their own.
     """
-    axes = tuple(range(kept, reference.ndim))
+    axes = tuple(range(batch, reference.ndim))
     total = lambda x: jnp.sum(x, axes, keepdims=True)
     a, b = reference.astype(jnp.float32), other.astype(jnp.float32)
     # Squares of what is below 1e-19, as gradients are, would be flushed to zero.
@@ -47,7 +47,7 @@ def distances(reference: Float[Array, "..."], other: Float[Array, "..."], kept: 
             jnp.max(jnp.abs(a), axes, initial=0.0, keepdims=True),
         ),
     ]
-    stacked = jnp.stack([x.reshape(reference.shape[:kept]) for x in numbers], axis=-1)
+    stacked = jnp.stack([x.reshape(reference.shape[:batch]) for x in numbers], axis=-1)
     return jnp.where(jnp.isfinite(stacked), stacked, jnp.float32(jnp.inf))
 
 
@@ -107,7 +107,7 @@ class Twin(eqx.Module):
                 *both, dimension_numbers, precision=precision, preferred_element_type=preferred_element_type
             )
 
-        return self._both(lambda op: op, lax.dot_general, multiply, contraction.ordered(lhs, rhs), ())
+        return self._both(lambda op: op, lax.dot_general, multiply, contraction.ordered(lhs, rhs))
 
     def ragged_dot(
         self,
@@ -125,7 +125,7 @@ class Twin(eqx.Module):
         def multiply(ragged_dot: Callable[..., Array], input: Array, kernel: Array, sizes: Array) -> Array:
             return ragged_dot(input, kernel, sizes, precision=precision, preferred_element_type=preferred_element_type)
 
-        return self._both(lambda op: op.ragged_dot, lax.ragged_dot, multiply, (lhs, rhs), (group_sizes,))
+        return self._both(lambda op: op.ragged_dot, lax.ragged_dot, multiply, (lhs, rhs), group_sizes)
 
     def _both(
         self,
@@ -133,19 +133,19 @@ class Twin(eqx.Module):
         plain: Callable[..., Array],
         multiply: Callable[..., Array],
         operands: tuple[Array, Array],
-        extras: tuple[Array, ...],
+        *group_sizes: Array,
     ) -> Array:
         leaves, static = eqx.partition(self.op, eqx.is_array)
         leaves, structure = jax.tree.flatten(leaves)
 
         def in_plain(input: Array, kernel: Array, slot: Array, *others: Array) -> Array:
             del slot
-            return multiply(plain, input, kernel, *others[: len(extras)])
+            return multiply(plain, input, kernel, *others[: len(group_sizes)])
 
         def in_converted(input: Array, kernel: Array, slot: Array, *others: Array) -> Array:
             del slot
-            op = eqx.combine(jax.tree.unflatten(structure, others[len(extras) :]), static)
-            return multiply(of_op(op), input, kernel, *others[: len(extras)])
+            op = eqx.combine(jax.tree.unflatten(structure, others[len(group_sizes) :]), static)
+            return multiply(of_op(op), input, kernel, *others[: len(group_sizes)])
 
         def compared(whole: Whole, *arrays: Array) -> Array:
             of_plain, of_converted = (whole.member(arrays, index) for index in range(2))
@@ -154,7 +154,7 @@ class Twin(eqx.Module):
             others = of_plain[3:], of_converted[3:]
             return jnp.stack(both(of_plain[:2], of_converted[:2], of_plain[2], others))
 
-        return call_whole(MODELS, in_plain, compared, *operands, self.slot.array, *extras, *leaves)
+        return call_whole(MODELS, in_plain, compared, *operands, self.slot.array, *group_sizes, *leaves)
 
     # As `Fp8DotGeneral`: `jnp.einsum` hashes what it is given.
     def __hash__(self) -> int:
@@ -183,11 +183,11 @@ def _compared(plain: _Product, converted: _Product, whole: Whole) -> Callable[..
     def apart(a: Array, b: Array, operand: int | None = None) -> Array:
         """The distance for each member of an ensemble; the same for all if members share the operand."""
         axes = [axis for axis in outer_first if operand is None or axis.mapped[operand]]
-        kept = [i for i, axis in enumerate(axes) if axis.mapped[2]]
-        a, b = (jnp.moveaxis(x, kept, range(len(kept))) for x in (a, b))
-        numbers = distances(a, b, len(kept))
-        own = tuple(axis.size if axis in axes else 1 for axis in outer_first if axis.mapped[2])
-        return jnp.broadcast_to(numbers.reshape(*own, numbers.shape[-1]), (*members, numbers.shape[-1]))
+        member_axes = [i for i, axis in enumerate(axes) if axis.mapped[2]]
+        a, b = (jnp.moveaxis(x, member_axes, range(len(member_axes))) for x in (a, b))
+        numbers = distances(a, b, len(member_axes))
+        shape = tuple(axis.size if axis in axes else 1 for axis in outer_first if axis.mapped[2])
+        return jnp.broadcast_to(numbers.reshape(*shape, numbers.shape[-1]), (*members, numbers.shape[-1]))
 
     @jax.custom_vjp
     def both(of_plain: Any, of_converted: Any, slot: Array, others: Any) -> Any:
@@ -199,8 +199,8 @@ def _compared(plain: _Product, converted: _Product, whole: Whole) -> Callable[..
         alone = converted(*of_plain, slot, *others[1])
         return outs, (of_plain, of_converted, slot, others, apart(outs[0], alone), apart(*outs))
 
-    def backward(kept: Any, grads: Any) -> Any:
-        of_plain, of_converted, slot, others, fprop, output = kept
+    def backward(residuals: Any, grads: Any) -> Any:
+        of_plain, of_converted, slot, others, fprop, output = residuals
 
         def gradients(product: _Product, operands: Any, others: Any, grad: Array) -> tuple[Array, Array]:
             return jax.vjp(lambda input, kernel: product(input, kernel, slot, *others), *operands)[1](grad)

@@ -28,7 +28,7 @@ CHANGES = (
         "grouped wgrad accumulates fast",
         "_product/three_products.py",
         'precision_per_sharer(spec.index_among_sharers) if product == "wgrad"',
-        'lax.Precision.DEFAULT if product == "wgrad" and spec.contraction.extras',
+        'lax.Precision.DEFAULT if product == "wgrad" and spec.contraction.is_grouped',
         ("test_layers.py::test_every_ragged_product_multiplies_fp8",),
     ),
     Change(
@@ -55,8 +55,8 @@ CHANGES = (
     Change(
         "the last piece of a group's sum has rows of the next",
         "_product/grouped/tiles.py",
-        "own = (at >= starts[:, None]) & (at < ends[:, None])",
-        "own = at >= starts[:, None]",
+        "in_group = (at >= starts[:, None]) & (at < ends[:, None])",
+        "in_group = at >= starts[:, None]",
         ("test_grouped_tiles.py",),
     ),
     Change(
@@ -170,8 +170,8 @@ CHANGES = (
     Change(
         "fprop ignores the precision that is asked for",
         "_product/three_products.py",
-        'product("fprop", pair, extras, spec.precision, dtype, scale)',
-        'product("fprop", pair, extras, lax.Precision.DEFAULT, dtype, scale)',
+        'product("fprop", pair, group_sizes, spec.precision, dtype, scale)',
+        'product("fprop", pair, group_sizes, lax.Precision.DEFAULT, dtype, scale)',
         ("test_dot_general.py::test_precision_is_that_of_fprop",),
     ),
     Change(
@@ -320,7 +320,7 @@ CHANGES = (
         "grouped dgrad accumulates fast",
         "_product/three_products.py",
         'if product == "wgrad" else lax.Precision.HIGHEST',
-        'if product == "wgrad" else lax.Precision.DEFAULT if extras else lax.Precision.HIGHEST',
+        'if product == "wgrad" else lax.Precision.DEFAULT if spec.contraction.is_grouped else lax.Precision.HIGHEST',
         ("test_layers.py::test_every_ragged_product_multiplies_fp8",),
     ),
     Change(
@@ -1135,8 +1135,8 @@ CHANGES = (
     Change(
         "a GPU without FP8 gets Triton kernels that multiply FP8",
         "_product/blocks.py",
-        "Means.SCALED_DOT if has_fp8 and not has_vector else",
-        "Means.SCALED_DOT if not has_vector else",
+        "Implementation.SCALED_DOT if has_fp8 and not has_vector else",
+        "Implementation.SCALED_DOT if not has_vector else",
         ("test_widened_operands.py::test_what_multiplies_blocks",),
     ),
     Change(

@@ -111,7 +111,7 @@ CASES = {
 def operand_axes(subscripts: str, x_shape, w_shape) -> tuple[str, str]:
     """`np.einsum` subscripts that make each operand that of a plain product."""
     parsed = Subscripts.parse(subscripts, x_shape, w_shape)
-    return tuple(f"{old}->{new}" for old, new in zip(parsed.given, parsed.reduced, strict=True))
+    return tuple(f"{old}->{new}" for old, new in zip(parsed.operands, parsed.reduced, strict=True))
 
 
 def numpys(subscripts: str, x_shape) -> str:

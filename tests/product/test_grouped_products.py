@@ -201,7 +201,7 @@ def multiplied(implementation, x, w, sizes, recipe="delayed"):
     def run(op, x, w):
         spec = _spec(op, RaggedContraction(implementation=implementation), x, w, None, None)
         record, key = None if op.state is None else op.state.record, None if op.key is None else op.key.array
-        one = lambda x, w, sizes: fp8_dot_general(x, w, record, spec, (sizes,), key=key)
+        one = lambda x, w, sizes: fp8_dot_general(x, w, record, spec, sizes, key=key)
         out = (jax.vmap(one) if x.ndim == 3 else one)(x, w, sizes)
         return (out.astype(jnp.float32) ** 2).sum(), out
 

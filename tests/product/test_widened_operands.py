@@ -106,7 +106,7 @@ def test_what_multiplies_blocks(device, rows, means):
     """On a GPU without FP8 a Triton kernel would end the process; for a vector Triton has none."""
     jaxpr = traced(device, "mxfp8", rows, 64, 96)
     fprop = next(e for e in equations(jaxpr) if e.primitive.name == "fp8_block_product")
-    assert tuple(each.name for each in fprop.params["means"]) == means
+    assert tuple(each.name for each in fprop.params["implementations"]) == means
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_what_multiplies_blocks_in_fp4(device, means):
     """Without units for FP4, XLA would expand cuDNN's call to a product in float32."""
     jaxpr = traced(device, "nvfp4_fprop", 32, 64, 96)
     fprop = next(e for e in equations(jaxpr) if e.primitive.name == "fp8_block_product")
-    assert tuple(each.name for each in fprop.params["means"]) == (means, means)
+    assert tuple(each.name for each in fprop.params["implementations"]) == (means, means)

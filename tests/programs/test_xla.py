@@ -66,7 +66,7 @@ def precise_products_of_one_operand(told, x, *ws):
 
 def kernel_quantized_twice(told, w, x):
     hidden = jnp.tanh(product(x.astype(f8), quantized(w)))
-    again = xla.not_kept_from_forward(w) if told else w
+    again = xla.prevent_cse_with_forward(w) if told else w
     return product(hidden.astype(f8), quantized(again).T)
 
 
@@ -127,7 +127,7 @@ CASES = {
     "side_by_side": (joined_parts, (numbers(6, 64), *(numbers(1, 64) for _ in range(6))), launches, 2, 7),
     "operand_per_sharer": (products_of_one_operand, ONE_OPERAND, products, 3, 1),
     "precision_per_sharer": (precise_products_of_one_operand, ONE_OPERAND, products, 3, 1),
-    "not_kept_from_forward": (kernel_quantized_twice, (struct(IN, IN), struct(ROWS, IN)), casts_to_fp8, 4, 3),
+    "prevent_cse_with_forward": (kernel_quantized_twice, (struct(IN, IN), struct(ROWS, IN)), casts_to_fp8, 4, 3),
     "transposed_separately": (transposed, (struct(ROWS, IN),), readers_of_the_argument, 1, 2),
     "transposed_from_fp8": (cast_for_both, (struct(ROWS, IN),), launches, 2, 1),
     "force_cast": (rounded, (numbers(ROWS),), casts_to_fp8, 1, 0),

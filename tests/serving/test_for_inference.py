@@ -322,11 +322,11 @@ def test_padded_rows_change_nothing(layout, shape, kernel_first):
     made = quantize_for_inference(eqx.nn.Linear(64, 32, key=jax.random.key(1)), layout).kernel
     spec = ServedProduct(made.input, contraction, None, np.dtype(np.float32), 24)
     x = 2.0 ** jax.random.randint(jax.random.key(0), shape, -2, 3).astype(jnp.float32)
-    kernel, quantized = made.quantized, quantized_input(x, None, (), spec)
-    filled = padded_product(quantized, kernel, (), spec, np.dtype(np.float32))
-    expected = contraction.product("fprop", (quantized, kernel), (), spec.precision, np.dtype(np.float32), None)
+    kernel, quantized = made.quantized, quantized_input(x, None, None, spec)
+    filled = padded_product(quantized, kernel, None, spec, np.dtype(np.float32))
+    expected = contraction.product("fprop", (quantized, kernel), None, spec.precision, np.dtype(np.float32), None)
     np.testing.assert_allclose(filled, expected, rtol=1e-6, atol=1e-6)
-    jaxpr = jax.make_jaxpr(lambda x: padded_product(x, kernel, (), spec, np.dtype(np.float32)))(quantized)
+    jaxpr = jax.make_jaxpr(lambda x: padded_product(x, kernel, None, spec, np.dtype(np.float32)))(quantized)
     (pad, *_) = [equation for equation in jaxpr.jaxpr.eqns if equation.primitive.name == "pad"]
     assert np.prod(pad.outvars[0].aval.shape[:-1]) >= ROWS
 

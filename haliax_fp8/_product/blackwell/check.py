@@ -76,8 +76,8 @@ def wrong_products(quantize: Quantize, multiply: Multiply) -> Iterator[str]:
             operands += quantize(jnp.asarray(values, jnp.bfloat16), (use,))
             exact.append(values.astype(np.float64))
         expected = exact[0] @ exact[1].T if dimensions is rows else exact[0].T @ exact[1]
-        found = np.asarray(multiply(operands[0], operands[1], dimensions)).astype(np.float64)
-        if not np.array_equal(found, np.asarray(jnp.asarray(expected, jnp.bfloat16)).astype(np.float64)):
+        actual = np.asarray(multiply(operands[0], operands[1], dimensions)).astype(np.float64)
+        if not np.array_equal(actual, np.asarray(jnp.asarray(expected, jnp.bfloat16)).astype(np.float64)):
             yield name
 
 

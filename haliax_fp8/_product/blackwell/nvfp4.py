@@ -46,8 +46,8 @@ def amaxes(
     # In one array, of which XLA takes the maxima in one launch.
     out = Out(shape, pl.BlockSpec((len(sides), 1, 1), lambda i, j: (0, i, j)))
     ((of_tiles,),) = call(body, "amax", x, [(out,)], *_rotations(sides), interpret=interpret)
-    found = _as_float(jnp.max(of_tiles, axis=(1, 2)))
-    return [found[index] for index in range(len(sides))]
+    largest = _as_float(jnp.max(of_tiles, axis=(1, 2)))
+    return [largest[index] for index in range(len(sides))]
 
 
 def quantize_nvfp4(

@@ -94,7 +94,7 @@ class BlockUse(NamedTuple):
 
 def as_quantized(results: Sequence[Array], uses: Sequence[BlockUse]) -> list[QuantizedArray]:
     """The operand as it is quantized for each use, from what the primitive returns."""
-    results, found, amax = [*results], [], None
+    results, by_use, amax = [*results], [], None
     if any(use.is_delayed for use in uses):
         amax = results.pop()
     count = len(results) // len(uses)
@@ -104,13 +104,13 @@ def as_quantized(results: Sequence[Array], uses: Sequence[BlockUse]) -> list[Qua
         block = tuple(use.blocks.size if axis == last else 1 for axis in range(data.ndim))
         if not unit:
             scale = power_of_two(bits.astype(jnp.int32))
-            found.append(QuantizedArray(data, scale, block, scale_bits=1, swizzled=swizzled))
+            by_use.append(QuantizedArray(data, scale, block, scale_bits=1, swizzled=swizzled))
             continue
         rotation = None if use.scaling is use.after_rotation else Rotation(last, data.shape[last])
         scale = lax.bitcast_convert_type(bits, E4M3.dtype).astype(jnp.float32) * unit[0]
         two_levels = {"tensor_scale": unit[0], "tensor_scale_bits": use.scale_bits}
-        found.append(QuantizedArray(data, scale, block, rotation=rotation, swizzled=swizzled, amax=amax, **two_levels))
-    return found
+        by_use.append(QuantizedArray(data, scale, block, rotation=rotation, swizzled=swizzled, amax=amax, **two_levels))
+    return by_use
 
 
 # --- The primitive ----------------------------------------------------------------------------------------------------
@@ -171,11 +171,11 @@ def by_kernel(
 
         trailing = [use.is_trailing(ndim) for use in uses]
         wanted = {"rows": True in trailing, "columns": False in trailing}
-        found, units = quantize_mxfp8(matrix, first.format, **wanted, interpret=interpret), []
+        kernel_outputs, units = quantize_mxfp8(matrix, first.format, **wanted, interpret=interpret), []
     else:
-        found, units, amax = _in_nvfp4(matrix, others, uses, ndim, interpret=interpret)
+        kernel_outputs, units, amax = _in_nvfp4(matrix, others, uses, ndim, interpret=interpret)
     results = []
-    for index, (use, (data, swizzled)) in enumerate(zip(uses, found, strict=True)):
+    for index, (use, (data, swizzled)) in enumerate(zip(uses, kernel_outputs, strict=True)):
         order = use.order(ndim)
         shape, back = [x.shape[axis] for axis in order], [order.index(axis) for axis in range(ndim)]
         if use.blocks.data is not None:
@@ -211,12 +211,12 @@ def _in_nvfp4(
     seen = [side._replace(axis=1) if side.is_square else side for side in sides]
     different = list(dict.fromkeys(side for side, use in zip(seen, uses, strict=True) if not use.is_delayed))
     measured = amaxes(matrix, different, interpret=interpret) if different else []
-    found = dict(zip(different, measured, strict=True))
+    amax_of_side = dict(zip(different, measured, strict=True))
     for side, use in zip(seen, uses, strict=True):
         if use.is_delayed:
             unit, multiplier = unit_of_stored(others[-1] * np.float32(GROUP**0.5 if side.is_rotated else 1.0))
         else:
-            unit, multiplier = unit_of_amax(found[side], use.format, use.scale_bits)
+            unit, multiplier = unit_of_amax(amax_of_side[side], use.format, use.scale_bits)
         units.append(unit)
         scales.append(jnp.stack([multiplier / np.float32(E2M1.max), SMALLEST_SCALE * multiplier, unit]))
     keeps_amax = any(use.is_delayed for use in uses)
@@ -227,8 +227,8 @@ def _in_nvfp4(
 def _avals(x: Any, *words: Any, uses: tuple[BlockUse, ...], device: Device) -> list[Any]:
     del device
     shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (x, *words)]
-    found = jax.eval_shape(lambda *arrays: by_xla(*arrays, uses=uses), *shapes)
-    return [aval_of_result(x, out.shape, out.dtype) for out in found]
+    outputs = jax.eval_shape(lambda *arrays: by_xla(*arrays, uses=uses), *shapes)
+    return [aval_of_result(x, out.shape, out.dtype) for out in outputs]
 
 
 def _evaluated(*arrays: Array, uses: tuple[BlockUse, ...], device: Device) -> list[Array]:

@@ -19,7 +19,7 @@ from .tiles import GroupedScales, Jobs, Tile
 # The warps of a block that load and multiply.
 _LOADS, _MULTIPLIES = 0, 1
 
-# A block multiplies a multiple of so many rows, the least that hold its own. Less would gain nothing: already at 64,
+# A block multiplies a multiple of so many rows, the least that hold those it writes. Less gains nothing: already at 64,
 # tensor cores wait for shared memory.
 _PART = 64
 
@@ -84,9 +84,9 @@ def _body(
         return lax.rem(step, jnp.int32(tile.stages))
 
     def for_rows(run: Callable[[int], None]) -> None:
-        """Runs for the first rows of a tile, as many parts as hold the block's own."""
+        """Runs for the first rows of a tile, as many parts as hold those that the block writes."""
         for rows in range(part, tile.rows + 1, part):
-            end = job.skip + job.own
+            end = job.skip + job.writes
             pl.when((end > rows - part) & (end <= rows))(lambda rows=rows: run(rows))
 
     def load(step: Array, _: None) -> None:

@@ -41,7 +41,7 @@ class RaggedContraction(AbstractContraction):
     implementation: GroupedImplementation = GroupedImplementation.XLA
     state_per_group: bool = False
 
-    extras = 1
+    is_grouped = True
     groups = frozenset[ProductName]({"wgrad"})
 
     def out_shape(self, input_shape: Sequence[int], kernel_shape: Sequence[int]) -> tuple[int, ...]:
@@ -75,40 +75,42 @@ class RaggedContraction(AbstractContraction):
         return self.state_per_group
 
     def members(
-        self, operand: OperandName, shape: tuple[int, ...], extras: tuple[Array, ...], ensemble: int
+        self, operand: OperandName, shape: tuple[int, ...], group_sizes: Array | None, ensemble: int
     ) -> Members:
         """Of rows, those that are in groups."""
-        members = super().members(operand, shape, extras, ensemble)
+        members = super().members(operand, shape, group_sizes, ensemble)
         if operand == "kernel":
             return members
+        assert group_sizes is not None
         if self.state_per_group:
             rows = shape[ensemble - 1]
-            return GroupsOfRows(ensemble, contracted=members.contracted, sizes=extras[0], rows=rows)
-        return RowsInGroups(ensemble, contracted=members.contracted, sizes=extras[0])
+            return GroupsOfRows(ensemble, contracted=members.contracted, sizes=group_sizes, rows=rows)
+        return RowsInGroups(ensemble, contracted=members.contracted, sizes=group_sizes)
 
     def dot(
         self,
         input: Float[Array, "..."],
         kernel: Float[Array, "..."],
-        extras: tuple[Array, ...],
+        group_sizes: Array | None,
         precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
         """`lax.ragged_dot_general`."""
-        (group_sizes,) = extras
+        assert group_sizes is not None
         return self._one_device("fprop", precision, np.dtype(np.float32)).dot(group_sizes)(input, kernel)
 
     def product(
         self,
         product: ProductName,
         operands: tuple[QuantizedArray, QuantizedArray],
-        extras: tuple[Array, ...],
+        group_sizes: Array | None,
         precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, "*members"] | None,
     ) -> Float[Array, "..."]:
         """Rows times kernels; rows of the output's gradient times transposed kernels; for each group, the sum of the
         outer products of its rows."""
-        (group_sizes,), (a, b) = extras, operands
+        assert group_sizes is not None
+        a, b = operands
         in_bounds = jnp.all(group_sizes == within_bounds(group_sizes, a.data.shape[self.batch]))
         valid = jnp.where(in_bounds, jnp.float32(1.0), jnp.float32(np.nan))
         a = dataclasses.replace(a, scale=a.scale * valid)

@@ -23,7 +23,7 @@ from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
 from ...devices.grouped import GroupedImplementation
 from ...recipes.recipe import ProductName
-from ..partition import Division, Factors, Held, special_factors
+from ..partition import ArraySharding, Factors, Partition, special_factors
 from .one_device import OneDevice
 from .tiles import within_bounds
 
@@ -157,14 +157,16 @@ class _Factors:
         A mesh axis may divide the rows even where XLA divides nothing over it: devices would all compute the same.
         """
         del whole
-        a, b = Held.of(args[0], self.leaves[0]), Held.of(args[2], self.leaves[2])
-        division = Division.of(mesh, (a, b), Held.of(result, self.out), self.sizes, whole=self.whole, free_factor="row")
+        a, b = ArraySharding.of(args[0], self.leaves[0]), ArraySharding.of(args[2], self.leaves[2])
+        partition = Partition.of(
+            mesh, (a, b), ArraySharding.of(result, self.out), self.sizes, whole=self.whole, free_factor="row"
+        )
 
         def on_each(*leaves: Array) -> Array:
-            rows, axes = self.sizes["row"] * self.blocks.get("row", 1), division.axes["row"]
-            return division.finished(_part(*leaves, work=work, structure=structure, rows=rows, axes=axes))
+            rows, axes = self.sizes["row"] * self.blocks.get("row", 1), partition.axes["row"]
+            return partition.finished(_part(*leaves, work=work, structure=structure, rows=rows, axes=axes))
 
-        return mesh, on_each, division.result_sharding, tuple(map(division.sharding, self.leaves))
+        return mesh, on_each, partition.result_sharding, tuple(map(partition.sharding, self.leaves))
 
 
 def _aval(*leaves: Any, work: OneDevice, structure: Any, platform: str) -> Any:

@@ -24,7 +24,7 @@ class Job(NamedTuple):
     b_row: Array
     out_row: Array
     skip: Array
-    own: Array
+    writes: Array
     steps: Array
     first: Array
     edges: Array
@@ -108,12 +108,12 @@ def store(
         begin, part = job.skip, tile.rows
         while part:
 
-            @pl.when(job.own & part != 0)
+            @pl.when(job.writes & part != 0)
             def _(begin: Array = begin, part: int = part) -> None:
                 rows = pl.ds(begin, part), pl.ds(job.out_row + begin, part)
                 plgpu.copy_smem_to_gmem(smem.at[rows[0]], out.at[rows[1], columns])
 
-            begin, part = begin + (job.own & part), part // 2
+            begin, part = begin + (job.writes & part), part // 2
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -129,7 +129,7 @@ def call(
     scratch: Sequence[Any] = (),
 ) -> Float[Array, "out_rows columns"]:
     """Runs a GPU kernel's body in a block for each tile of the result."""
-    given = [scale for scale in (scales.rows, scales.columns) if scale is not None]
+    vectors = [scale for scale in (scales.rows, scales.columns) if scale is not None]
     launch = plgpu.kernel(
         functools.partial(body, tile=tile, dtype=out.dtype, change_along_sum=scales.change_along_sum),
         out_type=out,
@@ -139,7 +139,7 @@ def call(
         scratch_types=list(scratch),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    operands = (a, b, jobs, scales.groups, *given)
+    operands = (a, b, jobs, scales.groups, *vectors)
     if not any(map(varying_axes, operands)):
         return launch(*operands)
     return as_varying(on_one_device(launch, *operands), operands)

@@ -65,7 +65,7 @@ class Jobs(NamedTuple):
         b_row: Where the rows of `b` begin that belong to its first column.
         out_row: Where its rows of the result begin.
         skip: How many of them are another block's work; any number for a block that has nothing to do.
-        own: How many of the next are its own; 0 for a block that has nothing to do.
+        writes: How many of the next it writes; 0 for a block that has nothing to do.
         steps: How many pieces it sums up; 0 writes zeros.
         first: The first of these pieces.
         edges: Where `a` has the first and the last piece once more, with nothing of other groups; -1 if nowhere.
@@ -76,7 +76,7 @@ class Jobs(NamedTuple):
     b_row: Int32[Array, " jobs"]
     out_row: Int32[Array, " jobs"]
     skip: Int32[Array, " jobs"]
-    own: Int32[Array, " jobs"]
+    writes: Int32[Array, " jobs"]
     steps: Int32[Array, " jobs"]
     first: Int32[Array, " jobs"]
     edges: Int32[Array, " jobs"]
@@ -139,19 +139,19 @@ def rows_jobs(
     job = jnp.arange(count, dtype=jnp.int32)
     which = jnp.minimum(jnp.searchsorted(last, job, side="right"), len(sizes) - 1)
     begin = begins[which] + (job - (last - tiles)[which]) * tile.rows
-    own_begin = jnp.maximum(begin, starts[which])
-    own_end = jnp.minimum(begin + tile.rows, (starts + sizes)[which])
+    first_row = jnp.maximum(begin, starts[which])
+    end_row = jnp.minimum(begin + tile.rows, (starts + sizes)[which])
     in_use = job < last[-1]
     # What has nothing to do reads somewhere within `a`, and writes nothing.
-    own = jnp.where(in_use, own_end - own_begin, 0)
+    writes = jnp.where(in_use, end_row - first_row, 0)
     base = jnp.minimum(begin, length - tile.rows)
-    skip = own_begin - base
+    skip = first_row - base
     member, group = which // (groups + 1), which % (groups + 1)
     has_kernel = (group < groups) & in_use
     group = member * groups + jnp.minimum(group, groups - 1)
     nowhere = jnp.full_like(job, -1)
     steps = jnp.where(has_kernel, depth // tile.depth, 0)
-    return Jobs(base, group * columns, base, skip, own, steps, jnp.zeros_like(job), nowhere, group)
+    return Jobs(base, group * columns, base, skip, writes, steps, jnp.zeros_like(job), nowhere, group)
 
 
 def groups_jobs(sizes: Int32[Array, "members groups"], rows: int, length: int, width: int, tile: Tile) -> Jobs:
@@ -193,9 +193,9 @@ def with_edges(
     pieces = jnp.stack([first, first + jnp.maximum(steps - 1, 0)], axis=1)
     at = pieces[:, :, None] * depth + jnp.arange(depth, dtype=jnp.int32)[None, None]
     at = at.reshape(len(starts), -1)
-    own = (at >= starts[:, None]) & (at < ends[:, None])
+    in_group = (at >= starts[:, None]) & (at < ends[:, None])
     taken = jnp.take(x, at.reshape(-1), axis=0, mode="clip")
-    return lax.concatenate([x, jnp.where(own.reshape(-1, 1), taken, jnp.zeros((), x.dtype))], 0)
+    return lax.concatenate([x, jnp.where(in_group.reshape(-1, 1), taken, jnp.zeros((), x.dtype))], 0)
 
 
 def _bounds(sizes: Int32[Array, "members groups"], rows: int) -> tuple[Array, Array]:

@@ -96,12 +96,12 @@ class DelayedScaling(AbstractScaling):
             )
 
     def __repr__(self) -> str:
-        given = [
+        arguments = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)
             if field.name in ("amax_history_length", "margin") or getattr(self, field.name) != field.default
         ]
-        return f"DelayedScaling({', '.join(given)})"
+        return f"DelayedScaling({', '.join(arguments)})"
 
     @functools.cached_property
     def memory(self) -> "AmaxHistory":
