@@ -103,7 +103,7 @@ def fitted(
     remembered = [row for row, scaling in zip(saved, state.scalings, strict=True) if scaling.memory is not None]
     if table.shape == state.table.array.shape and all(row.is_same for row in remembered):
         return table, []
-    result, found, fresh = state.before_first_step(), False, []
+    result, any_used, fresh = state.before_first_step(), False, []
     for i, (scaling, limit, row) in enumerate(zip(state.scalings, state.limits, saved, strict=True)):
         if scaling.memory is None:
             continue
@@ -111,9 +111,9 @@ def fitted(
         if not used.any():
             fresh.append(i)
             continue
-        found, width = True, columns.shape[-1]
+        any_used, width = True, columns.shape[-1]
         result[..., i, :width] = np.where(used, columns, result[..., i, :width])
-    return (np.asarray(OpState.guarded(jnp.asarray(result[..., :-1]))) if found else None), fresh
+    return (np.asarray(OpState.guarded(jnp.asarray(result[..., :-1]))) if any_used else None), fresh
 
 
 def _fitted_row(

@@ -59,18 +59,18 @@ def open_checkpoint(path: Any, model: Any, made_from: Any) -> AbstractCheckpoint
     path = pathlib.Path(path)
     if path.is_dir():
         return OrbaxFolder(path)
-    given, path = path, path if path.exists() else with_suffix(path)
-    if not path.exists():
-        either = "" if path == given else f", and neither does {os.fspath(path)!r}"
-        raise ValueError(f"path={os.fspath(given)!r} does not exist{either}; give a file, or a folder that Orbax wrote")
+    on_disk = path if path.exists() else with_suffix(path)
+    if not on_disk.exists():
+        either = "" if on_disk == path else f", and neither does {os.fspath(on_disk)!r}"
+        raise ValueError(f"path={os.fspath(path)!r} does not exist{either}; give a file, or a folder that Orbax wrote")
     try:
-        file = open_regular(path)
+        file = open_regular(on_disk)
     except BrokenCheckpoint as error:
-        raise ValueError(f"path={os.fspath(path)!r} cannot be read: {error}") from None
+        raise ValueError(f"path={os.fspath(on_disk)!r} cannot be read: {error}") from None
     with file:
         is_equinox = made_from is not None or file.read(len(_ARRAY)) == _ARRAY
         file.seek(0)
-        return open_equinox(path, file, made_from) if is_equinox else with_names_of(model, open_file(path, file))
+        return open_equinox(on_disk, file, made_from) if is_equinox else with_names_of(model, open_file(on_disk, file))
 
 
 # How each array of Equinox's files begins: NumPy's format.
@@ -142,14 +142,14 @@ def load_into[M](
     misfits = {leaf.name: plan.why for leaf, plan in zip(leaves, plans, strict=True) if plan.why and plan.is_misfit}
     require_fit(model, misfits, shown)
     _require_all(leaves, plans)
-    found = checkpoint.read({p.name: p.sharding for p in plans if p.name is not None})
+    arrays = checkpoint.read({p.name: p.sharding for p in plans if p.name is not None})
     here = Run(recipes_of(model), microbatches, list(plans_in(model)))
     recipes = _Recipes(checkpoint.run, here)
     values, kept, changed, fresh = [], [], {}, {}
     for leaf, plan in zip(leaves, plans, strict=True):
         value, how, why = leaf.value, plan.how, plan.why
         if plan.name is not None:
-            array = found[plan.name]
+            array = arrays[plan.name]
             if leaf.state is not None:
                 array, how, why = _table(_on_host(array), leaf, recipes)
             elif hasattr(leaf.value, "dtype") and leaf.value.dtype != described(array).dtype:
@@ -195,10 +195,10 @@ def _require_same_microbatches(saved: int | None, here: int | None) -> None:
 
 def _nothing_fits(checkpoint: AbstractCheckpoint, expected: list[str], shown: str) -> str:
     """What to do where a checkpoint and a model have no name and shape in common."""
-    held = sorted(checkpoint.entries)
-    start = f"nothing in {shown} fits the model: it holds {_first(held)}; the model expects {_first(expected)}. "
-    first = {name.partition(".")[0] for name in held}
-    if first <= {str(i) for i in range(len(first))} and not set(expected) & set(held):
+    names = sorted(checkpoint.entries)
+    start = f"nothing in {shown} fits the model: it holds {_first(names)}; the model expects {_first(expected)}. "
+    first = {name.partition(".")[0] for name in names}
+    if first <= {str(i) for i in range(len(first))} and not set(expected) & set(names):
         return start + (
             "It was saved from a tuple or list, such as (model, opt_state): load it into one, (model, opt_state), "
             "report = load_into((model, opt_state), path). For the model alone, give None instead of the rest: "
@@ -317,8 +317,8 @@ class _Recipes:
         if how and not np.array_equal(result[..., 0], table[..., 0]):
             how += ["the scales were computed for the recipe here"]
         how += [f"{names[row]} starts fresh: calibrate the model" for row in fresh]
-        kept = [name for name, scaling in zip(names, state.scalings, strict=True) if scaling.memory is not None]
-        if factor != 1.0 and any(is_gradient(name) for name in kept):
+        remembered = [name for name, scaling in zip(names, state.scalings, strict=True) if scaling.memory is not None]
+        if factor != 1.0 and any(is_gradient(name) for name in remembered):
             shown = f"{before} microbatch{'' if before == 1 else 'es'} in the checkpoint, {now} here"
             how += [f"{shown}: the amaxes of gradients were multiplied by {factor:g}"]
         return result, how

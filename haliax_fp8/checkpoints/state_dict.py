@@ -75,7 +75,7 @@ class _Stack(tuple[str, ...]):
 def _renamed(model: Any, entries: Entries) -> list[tuple[str, tuple[str, ...]]]:
     """Names with the keys of their parts; a name that two keys belong to occurs twice."""
     templates = dict(_templates(model))
-    found: list[tuple[str, tuple[str, ...]]] = []
+    renamed: list[tuple[str, tuple[str, ...]]] = []
     stacks: dict[str, dict[int, str]] = {}
     for key in entries:
         parts = tuple(key.split("."))
@@ -83,13 +83,13 @@ def _renamed(model: Any, entries: Entries) -> list[tuple[str, tuple[str, ...]]]:
         of_stack = [(i, templates.get((*parts[:i], None, *parts[i + 1 :]))) for i in numbers]
         i, name = next((pair for pair in of_stack if pair[1] is not None), (None, None))
         if i is None or name is None or parts in templates:
-            found.append((templates.get(parts, key), (key,)))
+            renamed.append((templates.get(parts, key), (key,)))
         else:
             stacks.setdefault(name, {})[int(parts[i])] = key
     for name, keys in stacks.items():
         is_full = sorted(keys) == list(range(len(keys)))
-        found += [(name, _Stack(keys[i] for i in range(len(keys))))] if is_full else [(k, (k,)) for k in keys.values()]
-    return found
+        renamed += [(name, _Stack(keys[i] for i in sorted(keys)))] if is_full else [(k, (k,)) for k in keys.values()]
+    return renamed
 
 
 def _templates(model: Any) -> Iterator[tuple[tuple[str | None, ...], str]]:

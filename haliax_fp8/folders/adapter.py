@@ -96,7 +96,7 @@ class AdapterFolder:
 
 
 def _halves(tensors: dict[str, Stored], rank: int) -> dict[str, tuple[Stored, Stored]]:
-    found: dict[str, dict[str, Stored]] = {}
+    by_layer: dict[str, dict[str, Stored]] = {}
     for name, stored in tensors.items():
         layer, dot, half = name.removesuffix(".weight").rpartition(".lora_")
         if not (dot and half in ("A", "B") and name.startswith(PREFIX) and name.endswith(".weight")):
@@ -109,11 +109,11 @@ def _halves(tensors: dict[str, Stored], rank: int) -> dict[str, tuple[Stored, St
             shape = f"[{rank}, in]" if half == "A" else f"[out, {rank}]"
             problem = f"it has shape {stored.shape}, and {ADAPTER_CONFIG} says r={rank}: it must be {shape}"
             raise BrokenCheckpoint(stored.file.name, f"{problem}; copy both files again", name)
-        found.setdefault(layer.removeprefix(PREFIX), {})[half] = stored
-    for layer, halves in found.items():
+        by_layer.setdefault(layer.removeprefix(PREFIX), {})[half] = stored
+    for layer, halves in by_layer.items():
         if len(halves) < 2:
             missing = f"{PREFIX}{layer}.lora_{'B' if 'A' in halves else 'A'}.weight"
             raise BrokenCheckpoint(ADAPTER_TENSORS, "it is missing; copy the file again", missing)
-    if not found:
+    if not by_layer:
         raise BrokenCheckpoint(ADAPTER_TENSORS, "it holds no adapter; copy the file again")
-    return {layer: (halves["A"], halves["B"]) for layer, halves in found.items()}
+    return {layer: (halves["A"], halves["B"]) for layer, halves in by_layer.items()}

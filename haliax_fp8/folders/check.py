@@ -138,22 +138,22 @@ def check_folder(
         checked = Checked.of(folder)
     except (BrokenCheckpoint, NotSupported) as error:
         if isinstance(error, BrokenCheckpoint):
-            name, converter, found = "", "", [_of_configuration(error)]
+            name, converter, faults = "", "", [_of_configuration(error)]
         else:
             name, converter = error.layout, error.remedy
-            found = [Fault(*found) for found in _without_layout(folder, values)]
+            faults = [Fault(*fields) for fields in _without_layout(folder, values)]
         return CheckReport(
             path,
             name,
             0,
             len(folder.tensors),
-            tuple(found),
+            tuple(faults),
             converter,
             contents=contents_of(folder, None, is_read=False),
             reads_values=values,
         )
-    found = every_fault(checked, progress) if values else faults_of_folder(checked)
-    faults = sorted(dict.fromkeys(itertools.chain(found, _silent(folder))), key=lambda fault: not fault.is_error)
+    faults = every_fault(checked, progress) if values else faults_of_folder(checked)
+    faults = sorted(dict.fromkeys(itertools.chain(faults, _silent(folder))), key=lambda fault: not fault.is_error)
     return CheckReport(
         path,
         layout_name(checked.layout),
@@ -203,7 +203,7 @@ def _adapter_report(path: pathlib.Path, values: bool) -> CheckReport:
         adapter = AdapterFolder.open(path)
     except BrokenCheckpoint as broken:
         return CheckReport(path, "", 0, 0, (_of_configuration(broken),))
-    faults = tuple(Fault(*found) for found in adapter.faults()) if values else ()
+    faults = tuple(Fault(*fields) for fields in adapter.faults()) if values else ()
     return CheckReport(path, adapter.name, 0, 2 * len(adapter.halves), faults, reads_values=values)
 
 

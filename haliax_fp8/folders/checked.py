@@ -118,9 +118,9 @@ class Checked:
             BrokenCheckpoint: If its configuration cannot be read.
             NotSupported: If its layout is not read here.
         """
-        found = Checked(presented(folder), read_layout(folder))
-        _ = found.ignored, found.targeted  # A pattern that cannot be read breaks the folder.
-        return found
+        checked = Checked(presented(folder), read_layout(folder))
+        _ = checked.ignored, checked.targeted  # A pattern that cannot be read breaks the folder.
+        return checked
 
     @property
     def tensors(self) -> dict[str, Stored]:
@@ -258,8 +258,8 @@ class Checked:
         # With `fp8`, exponents may be powers of two in float32, as DeepSeek-V3.1 has them.
         right = FLOATS if not layout.exponents else EXPONENTS + (FLOATS if layout.method == "fp8" else ())
         shapes = scale_shapes(layout, stored.shape)
-        if layout.has_units and (found := self._of_unit(scale, stored)) is not None:
-            yield found
+        if layout.has_units and (fault := self._of_unit(scale, stored)) is not None:
+            yield fault
         elif scale.dtype not in right:
             expected = " or ".join(dtype.name for dtype in right)
             yield self.fault(
@@ -275,8 +275,8 @@ class Checked:
             remedy = "transpose the weight" if transposed else "correct the strategy or block size in config.json"
             remedy = "transpose the scale" if is_scale else remedy
             yield self.fault(scale_name, f"it has shape {scale.shape}; {has}{hint}", remedy)
-        elif found := self._bad_values(scale_name, or_zero=layout.has_units):
-            yield self.fault(scale_name, *found)
+        elif problem_and_remedy := self._bad_values(scale_name, or_zero=layout.has_units):
+            yield self.fault(scale_name, *problem_and_remedy)
         elif math.prod(stored.shape):
             yield from self._of_magnitudes(name, scale_name, layout, codes)
 
@@ -312,23 +312,23 @@ class Checked:
         elif math.prod(stored.shape) != max(1, math.prod(weight.shape[:-2])):
             problem = f"it has shape {stored.shape}; a static input has one scale"
             yield self.fault(name, problem, "write the largest of them alone")
-        elif found := self._bad_values(name):
-            yield self.fault(name, *found)
+        elif problem_and_remedy := self._bad_values(name):
+            yield self.fault(name, *problem_and_remedy)
         elif (values := self.value(name)).min() < _SMALLEST or float(values.max()) * _LIMIT > _LARGEST:
             problem = f"it is {float(values.min())}: engines divide inputs by it, and get NaN or zeros"
             yield self.fault(name, problem, "calibrate the layer's input again: amax / 448")
 
     def _of_magnitudes(self, name: str, scale_name: str, layout: Layout, codes: Codes) -> Iterator[Fault]:
         """Data and scales that do not belong together."""
-        shape, found, limit = self.tensors[name].shape, codes.amaxes, layout.format.max
-        scale = self.value(scale_name).reshape(found.shape)
-        if not (found.any() and scale.any()):
+        shape, amaxes, limit = self.tensors[name].shape, codes.amaxes, layout.format.max
+        scale = self.value(scale_name).reshape(amaxes.shape)
+        if not (amaxes.any() and scale.any()):
             yield self._all_zero(name)
             return
         with np.errstate(over="ignore"):
-            largest = float((found * scale).max())
+            largest = float((amaxes * scale).max())
         is_zero = (scale == 0) & layout.has_units
-        if count := int(((scale < _SMALLEST) & (found > 0) & ~is_zero).sum()):
+        if count := int(((scale < _SMALLEST) & (amaxes > 0) & ~is_zero).sum()):
             problem = f"{count} of {scale.size} scales are below 2**-126, which engines flush to zero"
             yield self.fault(scale_name, problem, _QUANTIZE_AGAIN)
         elif not math.isfinite(largest) or (largest >= _LARGE and scale.min() * limit >= _LARGE):
@@ -346,17 +346,17 @@ class Checked:
                 name, f"{problem}, and larger weights were clipped", f"{_QUANTIZE_AGAIN}: scale = amax / 448"
             )
         elif layout.strategy == "channel" and codes.is_unused:
-            problem = f"none of its elements is above {found.max():g} of 448: its scales are {_LIMIT / found.max():.0f}"
-            remedy = f"{_QUANTIZE_AGAIN}: scale = amax / 448"
-            yield self.fault(name, f"{problem} times too large, and small weights were rounded to zero", remedy)
-        elif found.size >= _FEW_BLOCKS and found.max() in _FNUZ_LIMITS and (found == found.max()).all():
-            problem = f"the largest of each block is {found.max():g} and not 448, as in data for float8_e4m3fnuz"
+            problem = f"none of its elements is above {amaxes.max():g} of 448: its scales are "
+            problem += f"{_LIMIT / amaxes.max():.0f} times too large, and small weights were rounded to zero"
+            yield self.fault(name, problem, f"{_QUANTIZE_AGAIN}: scale = amax / 448")
+        elif amaxes.size >= _FEW_BLOCKS and amaxes.max() in _FNUZ_LIMITS and (amaxes == amaxes.max()).all():
+            problem = f"the largest of each block is {amaxes.max():g} and not 448, as in data for float8_e4m3fnuz"
             remedy = "if its bytes or scales were adapted to another format, compare it with the original weight"
             yield self.fault(name, problem, remedy, is_error=False)
         # The largest of each row is 448 then, and of the columns that of some.
         elif layout.strategy == "channel" and len(shape) == 2 and shape[0] == shape[1] >= 16:
-            columns = count_codes(self.folder[name], (shape[0], 1)).amaxes if np.unique(scale).size > 1 else found
-            if (columns == _LIMIT).all() and not (found == _LIMIT).all():
+            columns = count_codes(self.folder[name], (shape[0], 1)).amaxes if np.unique(scale).size > 1 else amaxes
+            if (columns == _LIMIT).all() and not (amaxes == _LIMIT).all():
                 rows = "each of its columns reaches 448, but not each row, although rows have the scales"
                 yield self.fault(name, f"{rows}: it is transposed", "transpose the weight: it has to be [out, in]")
 
@@ -365,8 +365,8 @@ class Checked:
         layer, _, kind = name.rpartition(".")
         weight, layout = self.tensors.get(layer + WEIGHT), self.layout and layout_of_layer(self.layout, layer)
         if kind in CACHE_SCALES:
-            if stored.is_known and (found := self._bad_values(name, positive_or_absent=True)):
-                yield self.fault(name, *found)
+            if stored.is_known and (problem_and_remedy := self._bad_values(name, positive_or_absent=True)):
+                yield self.fault(name, *problem_and_remedy)
         elif weight is None:
             problem = f"it is a scale, but {layer}{WEIGHT} is missing"
             yield self.fault(name, problem, "add the weight, or remove the scale")

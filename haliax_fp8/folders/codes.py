@@ -94,7 +94,7 @@ def count_codes(data: np.ndarray, block: tuple[int, int]) -> Codes:
     if data.size == 0:
         return Codes(np.zeros((0, 0), np.float32))
     height, width = (min(size, b) for size, b in zip(data.shape[-2:], block, strict=True))
-    columns, found, limits, nonzero, has_negative_zeros = np.arange(0, data.shape[-1], width), [], 0, 0, False
+    columns, of_matrices, limits, nonzero, has_negative_zeros = np.arange(0, data.shape[-1], width), [], 0, 0, False
     step = max(1, _PART // data.shape[-1])
     matrices = data.view(np.uint8).reshape(-1, *data.shape[-2:])
     as_e4m3 = lambda part: _IN_E4M3[part] if data.dtype == E2M1 else part
@@ -110,8 +110,8 @@ def count_codes(data: np.ndarray, block: tuple[int, int]) -> Codes:
             if not has_negative_zeros and count < bits.size:
                 has_negative_zeros = bool((part == 0x80).any())
         rows = np.concatenate(of_rows)
-        found.append(np.maximum.reduceat(rows, np.arange(0, rows.shape[0], height), axis=0))
-    amaxes, counts = np.concatenate(found), None
+        of_matrices.append(np.maximum.reduceat(rows, np.arange(0, rows.shape[0], height), axis=0))
+    amaxes, counts = np.concatenate(of_matrices), None
     if amaxes.max() == 0x7F or limits > 0.01 * data.size or amaxes.max() <= _UNUSED_CODE:
         counts = np.zeros(256, np.int64)
         for matrix in matrices:

@@ -39,11 +39,11 @@ def read_layout(folder: TensorFolder) -> Layout | None:
         BrokenCheckpoint: As in `layout_of`.
         NotSupported: As in `layout_of`.
     """
-    found = layout_of(folder.config, folder.json_beside(MODELOPT))
+    layout = layout_of(folder.config, folder.json_beside(MODELOPT))
     last = {stored.name.rpartition(".")[2] for stored in folder.tensors.values()}
-    if found is None and "scale_weight" in last:
+    if layout is None and "scale_weight" in last:
         return Layout("tensor", Inputs("tensor", "scale_input" not in last), method="scale_weight", targets=())
-    return found
+    return layout
 
 
 def presented(folder: TensorFolder) -> TensorFolder:
@@ -84,21 +84,22 @@ def layout_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None
         >>> layout_of({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}).name
         'HF_FP8'
     """
-    found = config.get(KEY, config.get("compression_config"))
-    if found is None and beside is not None:
+    quantization = config.get(KEY, config.get("compression_config"))
+    if quantization is None and beside is not None:
         if not isinstance(inner := beside.get("quantization"), Mapping):
             raise BrokenCheckpoint(MODELOPT, "it has no object 'quantization'; copy it from the original folder")
-        found = {**inner, "ignore": inner.get("exclude_modules"), "quant_method": "modelopt"}
-    if found is None:
+        quantization = {**inner, "ignore": inner.get("exclude_modules"), "quant_method": "modelopt"}
+    if quantization is None:
         return None
-    if not isinstance(found, Mapping):
-        raise _wrong(f"it is a {type(found).__name__}, but must be a JSON object", "copy it from the original folder")
-    method = found.get("quant_method")
+    if not isinstance(quantization, Mapping):
+        problem = f"it is a {type(quantization).__name__}, but must be a JSON object"
+        raise _wrong(problem, "copy it from the original folder")
+    method = quantization.get("quant_method")
     if isinstance(method, str) and method in _CONVERTERS and method not in _READERS:
         raise NotSupported(method, _CONVERTERS[method])
     if not isinstance(method, str) or method not in _READERS:
         raise _wrong(f"quant_method={method!r:.60} is unknown", f"it must be one of {', '.join(map(repr, _READERS))}")
-    layout, experts = _READERS[method](found), found.get("expert_dtype", config.get("expert_dtype"))
+    layout, experts = _READERS[method](quantization), quantization.get("expert_dtype", config.get("expert_dtype"))
     return _with_experts(layout) if method == "fp8" and experts in ("fp4", "mxfp4") else layout
 
 
@@ -116,48 +117,49 @@ def _with_experts(layout: Layout) -> Layout:
 _EXPERTS = r"re:.*\bexperts\."
 
 
-def _modelopt(found: Mapping[str, Any]) -> Layout:
-    algorithm = str(found.get("quant_algo")).upper()
+def _modelopt(quantization: Mapping[str, Any]) -> Layout:
+    name = quantization.get("quant_algo")
+    algorithm = str(name).upper()
     if algorithm in ("W4A16_AWQ", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL", "MIXED_PRECISION"):
         raise NotSupported(f"modelopt {algorithm}", _CONVERTERS["modelopt"])
     if algorithm not in _MODELOPT:
-        raise _wrong(f"quant_algo={found.get('quant_algo')!r:.60} is unknown", f"it must be one of {list(_MODELOPT)}")
-    cached = _cached(found, "kv_cache_quant_algo") or _cached(found, "kv_cache_scheme")
-    ignore = _names(found, "ignore") or _names(found, "exclude_modules")
+        raise _wrong(f"quant_algo={name!r:.60} is unknown", f"it must be one of {list(_MODELOPT)}")
+    cached = _cached(quantization, "kv_cache_quant_algo") or _cached(quantization, "kv_cache_scheme")
+    ignore = _names(quantization, "ignore") or _names(quantization, "exclude_modules")
     return dataclasses.replace(_MODELOPT[algorithm], ignore=ignore, cached=cached)
 
 
-def _hugging_face(found: Mapping[str, Any]) -> Layout:
-    _one_of(found, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-    static = _one_of(found, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
-    size = None if found.get("weight_block_size") is None else _pair(found, "weight_block_size")
-    exponents = _one_of(found, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
+def _hugging_face(quantization: Mapping[str, Any]) -> Layout:
+    _one_of(quantization, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    static = _one_of(quantization, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
+    size = None if quantization.get("weight_block_size") is None else _pair(quantization, "weight_block_size")
+    exponents = _one_of(quantization, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
     if size and static:
         problem = "activation_scheme='static' with weight_block_size; blocks have dynamic inputs"
         raise _wrong(problem, "write 'dynamic'")
     inputs = Inputs("group", size=size[1]) if size else Inputs("tensor", not static)
-    return Layout("block" if size else "tensor", inputs, size, "fp8", exponents, ignore=_left_alone(found))
+    return Layout("block" if size else "tensor", inputs, size, "fp8", exponents, ignore=_left_alone(quantization))
 
 
-def _fbgemm(found: Mapping[str, Any]) -> Layout:
-    bound = found.get("activation_scale_ub")
+def _fbgemm(quantization: Mapping[str, Any]) -> Layout:
+    bound = quantization.get("activation_scale_ub")
     if bound is not None and not (type(bound) in (int, float) and 0 < bound < math.inf):
         raise _wrong(f"activation_scale_ub is {bound!r:.40}", "it must be a positive number, or null for none")
-    return Layout("channel", Inputs("token", bound=bound), method="fbgemm_fp8", ignore=_left_alone(found))
+    return Layout("channel", Inputs("token", bound=bound), method="fbgemm_fp8", ignore=_left_alone(quantization))
 
 
-def _gpt_oss(found: Mapping[str, Any]) -> Layout:
-    how: dict[str, Any] = {"exponents": True, "format": E2M1, "targets": (_EXPERTS,), "ignore": _left_alone(found)}
-    return Layout("group", None, (1, 32), "mxfp4", **how)
+def _gpt_oss(quantization: Mapping[str, Any]) -> Layout:
+    ignore = _left_alone(quantization)
+    return Layout("group", None, (1, 32), "mxfp4", exponents=True, format=E2M1, ignore=ignore, targets=(_EXPERTS,))
 
 
-def _torchao(found: Mapping[str, Any]) -> Layout:
-    scheme = found.get("quant_type")
+def _torchao(quantization: Mapping[str, Any]) -> Layout:
+    scheme = quantization.get("quant_type")
     scheme = scheme.get("default") if isinstance(scheme, Mapping) and len(scheme) == 1 else None
-    kind = scheme.get("_type") if isinstance(scheme, Mapping) else found.get("quant_type")
+    kind = scheme.get("_type") if isinstance(scheme, Mapping) else quantization.get("quant_type")
     data = scheme.get("_data") if isinstance(scheme, Mapping) else None
-    given = data.get("granularity") if isinstance(data, Mapping) else None
-    each = given if isinstance(given, list) else [given]
+    granularity = data.get("granularity") if isinstance(data, Mapping) else None
+    each = granularity if isinstance(granularity, list) else [granularity]
     grains = {grain.get("_type") if isinstance(grain, Mapping) else grain for grain in each}
     weight_only = kind == "Float8WeightOnlyConfig"
     grains = grains if grains != {None} else {"PerRow" if weight_only else "PerTensor"}
@@ -166,16 +168,16 @@ def _torchao(found: Mapping[str, Any]) -> Layout:
         raise NotSupported(f"torchao {kind!s:.60} {', '.join(sorted(map(str, grains)))}", _CONVERTERS["torchao"])
     of_rows = grains == {"PerRow"}
     inputs = None if weight_only else Inputs("token" if of_rows else "tensor")
-    return Layout("channel" if of_rows else "tensor", inputs, method="torchao", ignore=_left_alone(found))
+    return Layout("channel" if of_rows else "tensor", inputs, method="torchao", ignore=_left_alone(quantization))
 
 
-def _left_alone(found: Mapping[str, Any]) -> tuple[str, ...]:
-    lists = (_names(found, key) for key in ("modules_to_not_convert", "ignored_layers"))
+def _left_alone(quantization: Mapping[str, Any]) -> tuple[str, ...]:
+    lists = (_names(quantization, key) for key in ("modules_to_not_convert", "ignored_layers"))
     return tuple(dict.fromkeys(itertools.chain(*lists)))
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
-    "compressed-tensors": lambda found: _compressed_tensors(found),
+    "compressed-tensors": lambda quantization: _compressed_tensors(quantization),
     "fp8": _hugging_face,
     "modelopt": _modelopt,
     "fbgemm_fp8": _fbgemm,
@@ -212,8 +214,8 @@ _FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized", "mxfp4-pack
 _OTHER_FORMATS = ("pack-quantized", "int-quantized", "marlin-24", "sparse-bitmask", "sparse-24-bitmask")
 
 
-def _compressed_tensors(found: Mapping[str, Any]) -> Layout:
-    format, groups = found.get("format"), found.get("config_groups")
+def _compressed_tensors(quantization: Mapping[str, Any]) -> Layout:
+    format, groups = quantization.get("format"), quantization.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         problem = "config_groups is missing or empty; it says how the weights are stored"
         raise _wrong(problem, "copy it from the original folder")
@@ -225,14 +227,14 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Layout:
         name = f"compressed-tensors {' and '.join((*others, *rest))}"
         raise NotSupported(name, _CONVERTERS["compressed-tensors"])
     if format != "mixed-precision" or None in each:
-        _one_of(found, "format", _FORMATS)
+        _one_of(quantization, "format", _FORMATS)
     chosen = [_one_of({"format": name}, "format", _FORMATS) for name in formats]
     read = [_group(str(name), group, kind) for (name, group), kind in zip(groups.items(), chosen, strict=True)]
     if twice := [target for target, count in Counter(t for group in read for t in group.targets).items() if count > 1]:
         raise _wrong(f"config_groups has {twice[0]!r:.60} in two groups", "name it in one of them")
-    status = None if (status := found.get("quantization_status")) is None else str(status)
-    common: dict[str, Any] = {"ignore": _names(found, "ignore"), "cached": _cached(found, "kv_cache_scheme")}
-    common["status"] = status
+    status = None if (status := quantization.get("quantization_status")) is None else str(status)
+    common: dict[str, Any] = {"ignore": _names(quantization, "ignore"), "status": status}
+    common["cached"] = _cached(quantization, "kv_cache_scheme")
     targets = tuple(target for group in read for target in group.targets)
     is_one = all(dataclasses.replace(other, targets=read[0].targets) == read[0] for other in read[1:])
     parts = () if is_one else tuple(dataclasses.replace(group, **common) for group in read)
@@ -253,16 +255,16 @@ def _group(name: str, group: Any, format: str) -> Layout:
         raise _wrong(f"{problem}, and {where} has {strategy} {size}", "correct the format or the group_size")
     inputs = None
     if group.get("input_activations") is not None:
-        given = _floats(group, "input_activations", where, (4, 8) if in_four else (8,))
-        kind, dynamic = _one_of(given, "strategy", _STRATEGIES["inputs"]), given.get("dynamic")
-        bits, is_local = given["num_bits"], kind == "tensor_group" and dynamic == "local"
+        scheme = _floats(group, "input_activations", where, (4, 8) if in_four else (8,))
+        kind, dynamic = _one_of(scheme, "strategy", _STRATEGIES["inputs"]), scheme.get("dynamic")
+        bits, is_local = scheme["num_bits"], kind == "tensor_group" and dynamic == "local"
         if type(dynamic) is not bool and not is_local:
             problem = f"{where}.input_activations has dynamic={dynamic!r:.20}"
             raise _wrong(problem, "it must be true or false, or 'local' with the strategy 'tensor_group'")
         if not dynamic and kind != "tensor":
             problem = f"static inputs have one scale, and {where} has the strategy {kind!r}"
             raise _wrong(problem, "set dynamic to true, or the strategy to 'tensor'")
-        of_group = _positive(given, "group_size") if kind in ("group", "tensor_group") else 0
+        of_group = _positive(scheme, "group_size") if kind in ("group", "tensor_group") else 0
         kind = "group" if kind == "tensor_group" else kind
         inputs = Inputs(kind, bool(dynamic) and not is_local, of_group, E2M1 if bits == 4 else E4M3)
     if not (targets := _names(group, "targets")):
@@ -295,9 +297,9 @@ def _require_float(scheme: Mapping[str, Any], where: str, allowed: tuple[int, ..
         raise _wrong(f"{problem}; in this format it is {right} and 'float'", "set them to these, as whole numbers")
 
 
-def _cached(found: Mapping[str, Any], key: str) -> bool:
+def _cached(quantization: Mapping[str, Any], key: str) -> bool:
     """Whether keys and values are in FP8."""
-    scheme = found.get(key)
+    scheme = quantization.get(key)
     if isinstance(scheme, Mapping):
         _require_float(scheme, key)
     elif scheme is not None and not (isinstance(scheme, str) and scheme.upper() == "FP8"):

@@ -42,7 +42,7 @@ def contents_of(folder: TensorFolder, layout: Layout | None, *, is_read: bool) -
         layout: Its layout; None if nothing is quantized, or if it cannot be read.
         is_read: Whether the layout could be read; otherwise names alone tell what is a scale.
     """
-    found = dict.fromkeys((_WEIGHTS, _IN_FOUR, _SCALES, _OTHERS, _INTEGERS, _UNKNOWN), Tensors())
+    by_kind = dict.fromkeys((_WEIGHTS, _IN_FOUR, _SCALES, _OTHERS, _INTEGERS, _UNKNOWN), Tensors())
     unknown, of_scales = set[str](), set[str]()
     for tensor, stored in presented(folder).tensors.items():
         last, kind = tensor.rpartition(".")[2], _OTHERS
@@ -57,12 +57,12 @@ def contents_of(folder: TensorFolder, layout: Layout | None, *, is_read: bool) -
             kind = _INTEGERS
         if layout is not None and last in scale_names(layout):
             of_scales.add(stored.shown)
-        found[kind] = Tensors(found[kind].count + len(stored.parts), found[kind].bytes + stored.bytes)
+        by_kind[kind] = Tensors(by_kind[kind].count + len(stored.parts), by_kind[kind].bytes + stored.bytes)
     formats = {_WEIGHTS: "E4M3", _IN_FOUR: "E2M1", _SCALES: _format_of_scales(layout, of_scales)}
     formats[_UNKNOWN] = ", ".join(sorted(unknown))
     return {
         kind: dataclasses.replace(tensors, format=formats.get(kind, "") if tensors.count else "")
-        for kind, tensors in found.items()
+        for kind, tensors in by_kind.items()
     }
 
 

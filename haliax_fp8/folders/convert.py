@@ -159,7 +159,7 @@ def convert_folder(
     def amax(names: tuple[str, ...], index: tuple[int, ...]) -> float:
         return max(largest(tensors[name].read(index)) for name in names)
 
-    groups, found, copied, skipped, high = [], [], 0, [], []
+    groups, outcomes, copied, skipped, high = [], [], 0, [], []
     for name, tensor in tensors.items():
         if chosen is None and name.rpartition(".")[2] in CACHE_SCALES:
             skipped.append(name)
@@ -169,7 +169,7 @@ def convert_folder(
             new = dataclasses.replace(tensor, layout=chosen, dtype=kind if chosen is None else chosen.format.dtype)
             # Engines have one scale of tensors for the layers that they fuse.
             of_all = functools.partial(amax, fused_with(name, tensors))
-            groups.append((new.specs, lambda old=tensor, new=new, amax=of_all: _made(old, new, scales, found, amax)))
+            groups.append((new.specs, lambda old=tensor, new=new, amax=of_all: _made(old, new, scales, outcomes, amax)))
         else:
             if tensor.is_weight and is_linear(tensor.path, len(tensor.shape)):
                 high.append(tensor.path)
@@ -185,7 +185,7 @@ def convert_folder(
         if (after := check_folder(new, progress=progress)).errors:
             raise ValueError(f"the new folder would be broken, and was not written: {after.errors[0]}; report this")
     name = PLAIN if chosen is None else chosen.name
-    return Conversion(pathlib.Path(destination), report.layout, name, tuple(found), copied, tuple(skipped))
+    return Conversion(pathlib.Path(destination), report.layout, name, tuple(outcomes), copied, tuple(skipped))
 
 
 def _converts(tensor: Tensor, layout: Layout | None, before: Layout | None, folder: TensorFolder) -> bool:
@@ -226,7 +226,7 @@ type _Amax = Callable[[tuple[int, ...]], float]
 
 
 def _made(
-    old: Tensor, new: Tensor, precision: ScalePrecision, found: list[Converted], amax: _Amax
+    old: Tensor, new: Tensor, precision: ScalePrecision, outcomes: list[Converted], amax: _Amax
 ) -> Sequence[np.ndarray]:
     """The new tensors of a weight, one expert at a time; notes what became of it."""
     front, squares, arrays = old.shape[:-2], [], []
@@ -241,7 +241,7 @@ def _made(
         else:
             for array, part in zip(arrays, new.encoded(after), strict=True):
                 array[index] = part
-    found.append(_noted(old.name, squares))
+    outcomes.append(_noted(old.name, squares))
     return arrays
 
 
@@ -253,7 +253,7 @@ def _converted(values: Values, new: Tensor, precision: ScalePrecision, amax: Cal
             made[rows] = values[rows].astype(new.dtype)
         return made
     block = layout.block((values.shape[0], values.shape[1]))
-    if (made := _kept(values, layout, block) if isinstance(values, ScaledMatrix) else None) is None:
+    if (made := _without_rounding(values, layout, block) if isinstance(values, ScaledMatrix) else None) is None:
         try:
             made = (
                 quantized_in_two_levels(values, block, amax())
@@ -275,7 +275,7 @@ def _converted(values: Values, new: Tensor, precision: ScalePrecision, amax: Cal
     return dataclasses.replace(made, input_scale=inputs)
 
 
-def _kept(values: ScaledMatrix, layout: Layout, block: tuple[int, int]) -> ScaledMatrix | None:
+def _without_rounding(values: ScaledMatrix, layout: Layout, block: tuple[int, int]) -> ScaledMatrix | None:
     """The values as they are in another layout; None if it does not hold them."""
     made = spread(values, block) or coarsened(values, block)
     made = None if made is None else recast(made, layout.format)

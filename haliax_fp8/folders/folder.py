@@ -197,22 +197,22 @@ def new_folder(directory: str | os.PathLike[str], name: str = "directory") -> It
     Raises:
         ValueError: If it exists and is not empty, is a link, or cannot be made.
     """
-    given = f"{name}={os.fspath(directory)!r}"
+    argument = f"{name}={os.fspath(directory)!r}"
     final = pathlib.Path(directory).absolute()
     # A complete folder could not take these names.
     if final.is_symlink():
-        raise ValueError(f"{given} is a link; give the folder that it leads to, {str(final.resolve())!r}")
+        raise ValueError(f"{argument} is a link; give the folder that it leads to, {str(final.resolve())!r}")
     if final.name == "..":
-        raise ValueError(f"{given} ends with '..'; give the folder's own name")
+        raise ValueError(f"{argument} ends with '..'; give the folder's own name")
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise ValueError(f"{given} exists and is not empty; remove it or choose another")
+        raise ValueError(f"{argument} exists and is not empty; remove it or choose another")
     with contextlib.ExitStack() as stack:
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
             temporary = stack.enter_context(unfinished(final, is_folder=True))
         except OSError as error:
             raise ValueError(
-                f"{given} cannot be made in {str(final.parent)!r}: {error.strerror}; choose a writable folder"
+                f"{argument} cannot be made in {str(final.parent)!r}: {error.strerror}; choose a writable folder"
             ) from error
         yield temporary
         take_name(temporary, final)

@@ -138,32 +138,32 @@ def presented(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     Args:
         tensors: Where each is.
     """
-    found = dict(tensors)
+    by_name = dict(tensors)
     for name, stored in tensors.items():
         layer, dot, last = name.rpartition(".")
         of = lambda part, layer=layer, dot=dot: f"{layer}{dot}{part}"
         scale = tensors.get(of("weight_scale"))
         if last == "weight_packed" and stored.type == "U8" and stored.shape:
-            del found[name]
-            found[of("weight")] = FourBits.of(stored, len(stored.shape))
-            unit, inputs = of("weight_global_scale"), found.pop(of("input_global_scale"), None)
+            del by_name[name]
+            by_name[of("weight")] = FourBits.of(stored, len(stored.shape))
+            unit, inputs = of("weight_global_scale"), by_name.pop(of("input_global_scale"), None)
             if scale is not None and (unit in tensors or scale.dtype == E4M3):
-                found[scale.name] = TwoLevels.of(scale, found.pop(unit, None), unit, divides=True)
+                by_name[scale.name] = TwoLevels.of(scale, by_name.pop(unit, None), unit, divides=True)
             if inputs is not None:
-                found[of("input_scale")] = Reciprocal.of(inputs)
+                by_name[of("input_scale")] = Reciprocal.of(inputs)
         elif last == "weight" and stored.type in ("U8", "I8") and stored.shape:
             unit, exponents = of("weight_scale_2"), tensors.get(of("scale"))
             if scale is not None and (unit in tensors or scale.dtype == E4M3):
-                found[name] = FourBits.of(stored, len(stored.shape))
-                found[scale.name] = TwoLevels.of(scale, found.pop(unit, None), unit, divides=False)
+                by_name[name] = FourBits.of(stored, len(stored.shape))
+                by_name[scale.name] = TwoLevels.of(scale, by_name.pop(unit, None), unit, divides=False)
             elif any(x is not None and x.dtype == _E8M0 for x in (exponents, tensors.get(of("weight_scale_inv")))):
-                found[name] = FourBits.of(stored, len(stored.shape))
+                by_name[name] = FourBits.of(stored, len(stored.shape))
         elif last.endswith("_blocks") and len(stored.shape) == 4 and f"{name[:-7]}_scales" in tensors:
-            del found[name]
-            found[f"{name[:-7]}.weight"] = FourBits.of(stored, 3)
-            found[f"{name[:-7]}.weight_scale"] = found.pop(f"{name[:-7]}_scales")
-    for name in [name for name in found if name.endswith(".scale")]:
-        weight = found.get(f"{name[:-6]}.weight")
+            del by_name[name]
+            by_name[f"{name[:-7]}.weight"] = FourBits.of(stored, 3)
+            by_name[f"{name[:-7]}.weight_scale"] = by_name.pop(f"{name[:-7]}_scales")
+    for name in [name for name in by_name if name.endswith(".scale")]:
+        weight = by_name.get(f"{name[:-6]}.weight")
         if weight is not None and weight.dtype in (E4M3, E2M1):
-            found[f"{name[:-6]}.weight_scale_inv"] = found.pop(name)
-    return found
+            by_name[f"{name[:-6]}.weight_scale_inv"] = by_name.pop(name)
+    return by_name

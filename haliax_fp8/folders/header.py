@@ -168,21 +168,21 @@ def header_in(content: BinaryIO, path: pathlib.Path, described: dict[str, str] |
         raise BrokenCheckpoint(file, "its __metadata__ is not an object of strings", "__metadata__")
     if described is not None:
         described |= metadata
-    found = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
-    for name, stored in sorted(found.items(), key=lambda item: (item[1].offset, item[1].bytes)):
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].bytes)):
         if stored.offset != end:
             kind = "overlap the tensor" if stored.offset < end else "leave a gap after the tensor"
             raise BrokenCheckpoint(file, f"its bytes {kind} before it; the file is damaged", name)
         end += stored.bytes
     if end != size:
         problem = f"it is truncated: {size} bytes, of {end}" if end > size else f"{size - end} bytes follow its tensors"
-        raise BrokenCheckpoint(file, f"{problem}; copy it again", _last(found) if end > size else "")
-    return found
+        raise BrokenCheckpoint(file, f"{problem}; copy it again", _last(tensors) if end > size else "")
+    return tensors
 
 
-def _last(found: dict[str, Stored]) -> str:
-    return max(found, key=lambda name: found[name].offset, default="")
+def _last(tensors: dict[str, Stored]) -> str:
+    return max(tensors, key=lambda name: tensors[name].offset, default="")
 
 
 def _stored(path: pathlib.Path, name: str, entry: Any, base: int) -> Stored:

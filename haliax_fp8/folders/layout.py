@@ -85,14 +85,14 @@ def arrays_of(layout: Layout, shape: tuple[int, int]) -> dict[str, tuple[np.dtyp
     scale = EXPONENTS[0] if layout.exponents else FLOATS[0]
     if layout.format is E2M1:
         one, blocks = (FLOATS[0], (1,)), scale_shapes(layout, shape)[0]
-        found = {PACKED: (EXPONENTS[0], (shape[0], shape[1] // 2))}
-        found |= {WEIGHT_SCALES[0]: (E4M3 if layout.has_units else scale, blocks)}
-        found |= {UNIT: one} if layout.has_units else {}
-        return found | ({INPUT_UNIT: one} if layout.is_static else {})
-    found: dict[str, tuple[np.dtype, tuple[int, ...]]]
-    found = {"weight": (E4M3, shape), scale_names(layout)[0]: (scale, scale_shapes(layout, shape)[0])}
+        arrays = {PACKED: (EXPONENTS[0], (shape[0], shape[1] // 2))}
+        arrays |= {WEIGHT_SCALES[0]: (E4M3 if layout.has_units else scale, blocks)}
+        arrays |= {UNIT: one} if layout.has_units else {}
+        return arrays | ({INPUT_UNIT: one} if layout.is_static else {})
+    arrays: dict[str, tuple[np.dtype, tuple[int, ...]]]
+    arrays = {"weight": (E4M3, shape), scale_names(layout)[0]: (scale, scale_shapes(layout, shape)[0])}
     of_input = () if layout.method == "modelopt" else (1,)
-    return found | ({INPUT_SCALES[0]: (FLOATS[0], of_input)} if layout.is_static else {})
+    return arrays | ({INPUT_SCALES[0]: (FLOATS[0], of_input)} if layout.is_static else {})
 
 
 def encode(layout: Layout, matrix: ScaledMatrix) -> dict[str, np.ndarray]:

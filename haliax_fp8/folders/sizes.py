@@ -55,13 +55,13 @@ def _is_size(value: Any) -> bool:
 
 def _blocks(folder: TensorFolder) -> Iterator[tuple[str, str, str, str]]:
     """The numbers of blocks: all from 0 on, as many as the configuration says."""
-    key, found = "num_hidden_layers", {}
+    key, by_prefix = "num_hidden_layers", {}
     for match in filter(None, map(_BLOCK.match, folder.tensors)):
-        found.setdefault(match[1], set()).add(int(match[2]))
+        by_prefix.setdefault(match[1], set()).add(int(match[2]))
     count, more = folder.config.get(key), folder.config.get("num_nextn_predict_layers")
-    if count is None or len(found) != 1:
+    if count is None or len(by_prefix) != 1:
         return  # An encoder beside a decoder has its own number.
-    ((prefix, numbers),) = found.items()
+    ((prefix, numbers),) = by_prefix.items()
     remedy = f"set it to {len(numbers)}, or copy all files of the folder"
     if missing := sorted(set(range(min(count, 100_000))) - numbers):
         yield CONFIG, key, f"it is {count}, but no tensor is named {prefix}.{missing[0]}", remedy

@@ -64,9 +64,9 @@ class Tensor:
         if self.layout is None:
             return [TensorSpec(self.name, self.dtype, self.shape)]
         front, (rows, columns) = self.shape[:-2], self.shape[-2:]
-        found = arrays_of(self.layout, (rows, columns)).items()
+        arrays = arrays_of(self.layout, (rows, columns))
         name = lambda part: f"{self.path}.{part}".removeprefix(".")
-        return [TensorSpec(name(part), dtype, (*front, *shape)) for part, (dtype, shape) in found]
+        return [TensorSpec(name(part), dtype, (*front, *shape)) for part, (dtype, shape) in arrays.items()]
 
     def encoded(self, values: Values) -> list[np.ndarray]:
         """The arrays of `specs`, of what `read` gave."""
@@ -88,7 +88,7 @@ def tensors_in(folder: TensorFolder) -> dict[str, Tensor]:
         NotSupported: If the layout is not read here.
     """
     layout, folder = read_layout(folder), presented(folder)
-    found = {}
+    tensors = {}
     for name, stored in folder.tensors.items():
         if name.rpartition(".")[2] in (*SCALES, INPUT_BOUND):
             continue
@@ -98,8 +98,8 @@ def tensors_in(folder: TensorFolder) -> dict[str, Tensor]:
             problem = f"{name} is in {stored.shown}, and config.json of {folder.directory} has no quantization_config"
             raise ValueError(problem)
         is_one = tensor.is_weight and is_quantized(stored)
-        found[name] = dataclasses.replace(tensor, layout=of_layer) if is_one else tensor
-    return found
+        tensors[name] = dataclasses.replace(tensor, layout=of_layer) if is_one else tensor
+    return tensors
 
 
 def with_each_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -108,17 +108,17 @@ def with_each_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Args:
         tensors: Those of a folder.
     """
-    found = dict(tensors)
+    with_parts = dict(tensors)
     for name, tensor in tensors.items():
         before, dot, after = name.partition(".experts.")
         if dot and len(tensor.shape) == 3:
             for i in range(tensor.shape[0]):
                 part = f"{before}{dot}{i}.{after}"
                 read = functools.partial(tensor.read, index=(i,))
-                found.setdefault(
+                with_parts.setdefault(
                     part, dataclasses.replace(tensor, name=part, shape=tensor.shape[1:], read=read, whole=name)
                 )
-    return found
+    return with_parts
 
 
 def fused_with(name: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -129,10 +129,10 @@ def fused_with(name: str, names: Iterable[str]) -> tuple[str, ...]:
         names: Those of all tensors.
     """
     parent, dot, last = name.removesuffix(".weight").rpartition(".")
-    found = (
+    groups = (
         [f"{parent}{dot}{part}.weight" for part in parts] for parts in (*SAME_INPUT, ("w1", "w3")) if last in parts
     )
-    return tuple(other for other in next(found, [name]) if other in names)
+    return tuple(other for other in next(groups, [name]) if other in names)
 
 
 def _read(folder: TensorFolder, layout: Layout | None, name: str, index: tuple[int, ...] = ()) -> Values:

@@ -126,8 +126,8 @@ def _ends_the_process(number: int) -> bool:
         status = pathlib.Path("/proc/self/status").read_text()
     except OSError:
         return True
-    found = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return found is None or not int(found[1], 16) >> (number - 1) & 1
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return match is None or not int(match[1], 16) >> (number - 1) & 1
 
 
 def _to_disk(path: pathlib.Path) -> None:

@@ -48,8 +48,8 @@ def faults_of_folder(checked: Checked) -> Iterator[Fault]:
     Args:
         checked: The folder.
     """
-    yield from (Fault(*found) for found in size_faults(checked.folder))
-    yield from (Fault(*found) for found in model_faults(checked.folder, checked.layout))
+    yield from (Fault(*fields) for fields in size_faults(checked.folder))
+    yield from (Fault(*fields) for fields in model_faults(checked.folder, checked.layout))
     yield from _of_caches(checked)
     if checked.layout is not None:
         yield from _of_configuration(checked, checked.layout)
@@ -105,8 +105,8 @@ def _of_targets(checked: Checked, layout: Layout) -> Iterator[Fault]:
 def _of_caches(checked: Checked) -> Iterator[Fault]:
     """Scales of keys and values that are not complete, or that no engine reads."""
     partners, cached = {"k_scale": "v_scale", "v_scale": "k_scale"}, checked.layout and checked.layout.cached
-    found = [name for name in checked.tensors if name.rpartition(".")[2] in (*partners, _OLD_CACHE_SCALE)]
-    for name in found:
+    scales = [name for name in checked.tensors if name.rpartition(".")[2] in (*partners, _OLD_CACHE_SCALE)]
+    for name in scales:
         stored, (layer, _, kind) = checked.tensors[name], name.rpartition(".")
         if kind == _OLD_CACHE_SCALE:
             problem = "it is the old name of one scale for keys and values, which vLLM reads and others ignore"
@@ -123,7 +123,7 @@ def _of_caches(checked: Checked) -> Iterator[Fault]:
             problem = "config.json does not say that keys and values are in FP8: engines ignore it"
             remedy = "add a kv_cache_scheme to the quantization_config, or remove the scale"
             yield checked.fault(name, problem, remedy, is_error=False)
-    if cached and not found:
+    if cached and not scales:
         problem = "it says that keys and values are in FP8, but no tensor holds their scales: engines take 1"
         remedy = "add k_scale and v_scale to each attention, or remove kv_cache_scheme"
         yield Fault(CONFIG, KEY, problem, remedy, is_error=False)

@@ -139,9 +139,8 @@ def import_adapter(directory: str | os.PathLike[str], base: Any, *, names: Any =
             return stored.array()
 
         alone = sites(_halves(model.adapted, half), default_rules)
-        found = [(site.node, leaf) for site in alone for leaf in leaves(site)]
         fill = lambda leaf: leaf.filled(lambda name: read(name, leaf.shape))
-        return [eqx.tree_at(lambda layer: layer.weight, layer, fill(leaf)) for layer, leaf in found]
+        return [eqx.tree_at(lambda x: x.weight, site.node, fill(leaf)) for site in alone for leaf in leaves(site)]
 
     read_halves = [half for pair in zip(halves("A"), halves("B"), strict=True) for half in pair]
     adapters = lambda tree: [node for node in jax.tree.leaves(tree, is_leaf=_is_lora) if _is_lora(node)]

@@ -64,13 +64,13 @@ def _config_like(model: Any, like: str | os.PathLike[str], follow_links: bool) -
         # Keys that load does not know were named to it.
         config, _ = transformer_of(folder, without_effect=tuple(folder.config))
         theirs = eqx.filter_eval_shape(lambda: Transformer.init(config, key=jax.random.key(0)))
-        expected, found = hugging_face_config(theirs), hugging_face_config(model)
+        expected, ours = hugging_face_config(theirs), hugging_face_config(model)
     except ValueError as error:
         raise ValueError(f"{argument} does not describe model: {error}") from error
-    for key in {**expected, **found}:
-        if expected.get(key) != found.get(key):
+    for key in {**expected, **ours}:
+        if expected.get(key) != ours.get(key):
             raise ValueError(
-                f"{argument} has a model with {key}={expected.get(key)!r}, and model has {found.get(key)!r}. Give the "
+                f"{argument} has a model with {key}={expected.get(key)!r}, and model has {ours.get(key)!r}. Give the "
                 "folder that model was loaded from; or describe model with hf_config=..., and like=... gives only its "
                 "tokenizer"
             )

@@ -277,13 +277,13 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
         "targets": None if how.targets is None else as_patterns("targets", how.targets),
         "exclude": as_patterns("exclude", how.exclude),
     }
-    own = list(tensors_of(model, rules, **patterns))
+    unshared = list(tensors_of(model, rules, **patterns))
     whole = without_sharing(model)
-    found = own if whole is model else list(tensors_of(whole, rules, **patterns))
+    of_model = unshared if whole is model else list(tensors_of(whole, rules, **patterns))
     if how.targets is None:
-        found = _without_roles(found, names)
-    tied = [] if whole is model else _tied_heads(found, {tensor.name for tensor in own}, names)
-    tensors, by_name = [], {tensor.name: tensor for tensor in found}
+        of_model = _without_roles(of_model, names)
+    tied = [] if whole is model else _tied_heads(of_model, {tensor.name for tensor in unshared}, names)
+    tensors, by_name = [], {tensor.name: tensor for tensor in of_model}
     to_ours = {names.to_checkpoint(name): name for name in by_name}
 
     def alike(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -293,7 +293,7 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
         return tuple(by_name[name] for name in max(ours, theirs, key=len) if by_name[name].is_chosen)
 
     amax = functools.cache(lambda names: max(largest(by_name[name].read()) for name in names))
-    for tensor in found:
+    for tensor in of_model:
         if any(tensor is head for head in tied):
             continue
         named = dataclasses.replace(tensor, name=names.to_checkpoint(tensor.name))
@@ -318,22 +318,22 @@ def _to_write(model: Any, layout: Layout | None, how: _How) -> tuple[list[Tensor
     return tensors, tuple(names.to_checkpoint(tensor.path) for tensor in tied)
 
 
-def _without_roles(found: list[Tensor], names: NameMap) -> list[Tensor]:
+def _without_roles(tensors: list[Tensor], names: NameMap) -> list[Tensor]:
     """The tensors; those of heads and routers by the checkpoint's names, as engines know them, are not chosen."""
-    theirs = [names.to_checkpoint(tensor.name) for tensor in found]
+    theirs = [names.to_checkpoint(tensor.name) for tensor in tensors]
 
     def stays(tensor: Tensor, name: str) -> bool:
         layer = name.rpartition(".")[0]
         return tensor.layer is None and (is_head(layer) or (tensor.op is None and is_router(layer, theirs)))
 
-    pairs = zip(found, theirs, strict=True)
+    pairs = zip(tensors, theirs, strict=True)
     return [dataclasses.replace(t, is_chosen=False) if t.is_chosen and stays(t, name) else t for t, name in pairs]
 
 
-def _tied_heads(found: list[Tensor], own: set[str], names: NameMap) -> list[Tensor]:
+def _tied_heads(tensors: list[Tensor], unshared: set[str], names: NameMap) -> list[Tensor]:
     """Heads that share the matrix of an embedding, which engines do without: `tie_word_embeddings`."""
-    heads = [tensor for tensor in found if tensor.name not in own and is_head(names.to_checkpoint(tensor.path))]
-    tables = [tensor for tensor in found if tensor.name in own and is_embedding(names.to_checkpoint(tensor.path))]
+    heads = [t for t in tensors if t.name not in unshared and is_head(names.to_checkpoint(t.path))]
+    tables = [t for t in tensors if t.name in unshared and is_embedding(names.to_checkpoint(t.path))]
     is_plain = lambda tensor, shape: tensor.layer is None and not tensor.is_chosen and tensor.shape == shape
     same = lambda a, b: is_plain(a, b.shape) and is_plain(b, a.shape) and np.array_equal(a.read(), b.read())
     return [head for head in heads if any(same(head, table) for table in tables)]
@@ -380,11 +380,11 @@ def _require_sound(folder: pathlib.Path, progress: Watcher | None) -> None:
 
 
 def _digest(values: np.ndarray | ScaledMatrix) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     arrays: list[Any] = [values]
     if isinstance(values, ScaledMatrix):
         arrays = [values.data, values.scale, np.float32(np.nan if values.input_scale is None else values.input_scale)]
     for array in arrays:
-        found.update(f"{array.dtype}{array.shape}".encode())
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -18,24 +18,24 @@ from ..serving.layout import scaling_of_kernel, why_not_served
 from .model import Leaf, plain, uncopied
 
 
-type Found = Sequence[tuple[tuple[int, ...], ScaledMatrix]]
+type Matrices = Sequence[tuple[tuple[int, ...], ScaledMatrix]]
 """The matrices of a layer, by their index along the axes of ensembles, stacks and experts."""
 
 
-def _stacked(leaf: Leaf, found: Found) -> tuple[ScaledMatrix, np.ndarray, np.ndarray, np.ndarray | None]:
+def _stacked(leaf: Leaf, matrices: Matrices) -> tuple[ScaledMatrix, np.ndarray, np.ndarray, np.ndarray | None]:
     """The first matrix; the bits of the data, float32 scales, and those of inputs, where all matrices have them."""
-    first = found[0][1]
+    first = matrices[0][1]
     kind = lambda matrix: (matrix.block, matrix.data.dtype, matrix.unit and matrix.unit.divides)
-    if any(kind(matrix) != kind(first) for _, matrix in found):
+    if any(kind(matrix) != kind(first) for _, matrix in matrices):
         raise ValueError(
             f"the blocks of {leaf.site.place} have other formats, or scales for blocks of other sizes; import it "
             "dequantized"
         )
     data = uncopied((*leaf.leading, *first.data.shape), np.uint8)
     scales = np.empty((*leaf.leading, *first.scale.shape), np.float32)
-    has_inputs = all(matrix.input_scale is not None for _, matrix in found)
+    has_inputs = all(matrix.input_scale is not None for _, matrix in matrices)
     of_inputs = np.empty(leaf.leading, np.float64) if has_inputs else None
-    for index, matrix in found:
+    for index, matrix in matrices:
         data[index], scales[index] = matrix.data.view(np.uint8), matrix.scale
         if of_inputs is not None:
             of_inputs[index] = matrix.input_scale
@@ -43,26 +43,26 @@ def _stacked(leaf: Leaf, found: Found) -> tuple[ScaledMatrix, np.ndarray, np.nda
 
 
 def frozen_layer(
-    layer: Any, leaf: Leaf, found: Found, constructors: Mapping[type, Constructor]
+    layer: Any, leaf: Leaf, matrices: Matrices, constructors: Mapping[type, Constructor]
 ) -> AbstractQuantizedLayer:
     """The layer with quantized data and scales instead of its weight, and exact gradients to its inputs.
 
     Args:
         layer: The plain layer.
         leaf: Its weight.
-        found: The matrices.
+        matrices: Its matrices, by index.
         constructors: What makes it, by class.
 
     Raises:
         ValueError: If the class has no such form.
     """
-    first, data, scales, of_inputs = _stacked(leaf, found)
+    first, data, scales, of_inputs = _stacked(leaf, matrices)
     scale, units, divides = _bits(scales), None, False
     if first.data.dtype == E2M1:
         data = packed(data)
         if first.unit is not None:
             units, divides = np.empty(leaf.leading, np.float32), first.unit.divides
-            for index, matrix in found:
+            for index, matrix in matrices:
                 assert matrix.unit is not None
                 units[index] = matrix.unit.value
             scale = Unit(units[..., None, None], divides).blocks(scales).view(np.uint8)
@@ -157,7 +157,7 @@ def _with_kernel(
 def served_layer(
     layer: Any,
     leaf: Leaf,
-    found: Found,
+    matrices: Matrices,
     constructors: Mapping[type, Constructor],
     layout: Layout,
     compute_dtype: np.dtype | None,
@@ -167,7 +167,7 @@ def served_layer(
     Args:
         layer: The plain layer.
         leaf: Its weight.
-        found: The matrices.
+        matrices: Its matrices, by index.
         constructors: What makes it, by class.
         layout: The checkpoint's layout of it.
         compute_dtype: The dtype that its product computes in, if the layer says so.
@@ -176,7 +176,7 @@ def served_layer(
         ValueError: If no product of this package takes such scales, or the class has no form for inference.
     """
     path = str(leaf.site.place)
-    first, data, scales, of_inputs = _stacked(leaf, found)
+    first, data, scales, of_inputs = _stacked(leaf, matrices)
     scaling = _scaling(path, scales, first, layout)
     if layout.is_static and of_inputs is None:
         raise ValueError(f"the checkpoint says that the input of {path} is static, but has no scale for it")

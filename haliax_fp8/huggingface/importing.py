@@ -244,12 +244,12 @@ def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, constructor
     for leaf in arrays:
         if not leaf.is_kernel:
             continue
-        found = [(index, checkpoint.read(name, leaf.shape)) for name, index in leaf.tensors()]
-        if weights is Weights.DEQUANTIZED or not any(isinstance(values, ScaledMatrix) for _, values in found):
-            by_name = {name: values for (name, _), (_, values) in zip(leaf.tensors(), found, strict=True)}
+        by_index = [(index, checkpoint.read(name, leaf.shape)) for name, index in leaf.tensors()]
+        if weights is Weights.DEQUANTIZED or not any(isinstance(values, ScaledMatrix) for _, values in by_index):
+            by_name = {name: values for (name, _), (_, values) in zip(leaf.tensors(), by_index, strict=True)}
             changes[_field_of(layer, kernel)] = _filled(leaf, checkpoint, kernel.factor, by_name)
             continue
-        matrices = [(index, _scaled(values, site)) for index, values in found]
+        matrices = [(index, _scaled(values, site)) for index, values in by_index]
         assert site.rule is not None
         plain_layer = site.rule.with_op(_with(layer, changes), None)
         if weights is Weights.FROZEN:
@@ -275,26 +275,26 @@ def _use_shared(model: Any, loaded: Any, rules: tuple[LayerRule, ...], checkpoin
     """
     if (whole := without_sharing(model)) is model:
         return
-    found = {tensor.name: tensor for tensor in tensors_of(without_sharing(loaded), rules)}
+    in_loaded = {tensor.name: tensor for tensor in tensors_of(without_sharing(loaded), rules)}
     for name in (tensor.name for tensor in tensors_of(whole, rules)):
-        if name not in found:
+        if name not in in_loaded:
             raise ValueError(
                 f"{name} is that of another layer by eqx.nn.Shared, which is in FP8 now; import with "
                 "weights='dequantized', or give the model with what is shared in both places, model()"
             )
-        tensor, wanted = found[name], checkpoint.names.to_checkpoint(name)
+        tensor, wanted = in_loaded[name], checkpoint.names.to_checkpoint(name)
         if wanted in checkpoint.tensors and wanted not in checkpoint.used:
-            values, own = _dense(checkpoint.tensors[wanted].read()), _dense(tensor.read())
-            if np.array_equal(values.astype(own.dtype), own):
+            values, shared = _dense(checkpoint.tensors[wanted].read()), _dense(tensor.read())
+            if np.array_equal(values.astype(shared.dtype), shared):
                 checkpoint.use(wanted)
 
 
-def _filled(leaf: Leaf, checkpoint: "_Checkpoint", factor: float, found: dict[str, Values] | None = None) -> Any:
+def _filled(leaf: Leaf, checkpoint: "_Checkpoint", factor: float, by_name: dict[str, Values] | None = None) -> Any:
     """An array like that of a leaf, with the numbers of a checkpoint."""
     dtype = np.dtype(plain(leaf.array).dtype)
 
     def read(name: str) -> np.ndarray:
-        numbers = _dense(checkpoint.read(name, leaf.shape) if found is None else found[name])
+        numbers = _dense(checkpoint.read(name, leaf.shape) if by_name is None else by_name[name])
         if not jnp.issubdtype(numbers.dtype, jnp.floating):
             raise ValueError(
                 f"{name} is in {numbers.dtype} in the checkpoint, and in {dtype} in the model: whole numbers may stand "
@@ -528,11 +528,11 @@ def _rows(values: Values, start: int, stop: int) -> Values:
     return dataclasses.replace(values, data=values.data[start:stop], scale=part, block=(height, width))
 
 
-def _require_shape(name: str, found: tuple[int, ...], ours: str, shape: tuple[int, ...]) -> None:
-    if tuple(found) != tuple(shape):
+def _require_shape(name: str, stored: tuple[int, ...], ours: str, shape: tuple[int, ...]) -> None:
+    if tuple(stored) != tuple(shape):
         # Haliax's layers may have several axes; a checkpoint's vector is the same numbers.
-        hint = "; it is transposed" if tuple(found) == tuple(shape)[::-1] and len(shape) == 2 else ""
+        hint = "; it is transposed" if tuple(stored) == tuple(shape)[::-1] and len(shape) == 2 else ""
         raise ValueError(
-            f"{name} has shape {tuple(found)}, and {ours} of the model {tuple(shape)}{hint}; "
-            f"{math.prod(found)} and {math.prod(shape)} numbers. Build the model with the sizes of config.json"
+            f"{name} has shape {tuple(stored)}, and {ours} of the model {tuple(shape)}{hint}; "
+            f"{math.prod(stored)} and {math.prod(shape)} numbers. Build the model with the sizes of config.json"
         )

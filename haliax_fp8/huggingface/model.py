@@ -99,8 +99,8 @@ def without_sharing[M](model: M) -> M:
 
 def map_sites[M](function: Callable[[Site], Any], model: M, rules: tuple[LayerRule, ...]) -> M:
     """The model with `function(site)` instead of each."""
-    found, nodes, structure = _flat(model, rules)
-    values = [node if site is None else function(site) for node, site in zip(nodes, found, strict=True)]
+    node_sites, nodes, structure = _flat(model, rules)
+    values = [node if site is None else function(site) for node, site in zip(nodes, node_sites, strict=True)]
     return jax.tree.unflatten(structure, values)
 
 
@@ -227,8 +227,8 @@ class Leaf:
         parts += reversed(of_matrix) if transposed else of_matrix
         names = lambda part: part if isinstance(part, tuple) else (part,)
         fits = lambda size, part: part and size % math.prod(sharding.mesh.shape[name] for name in names(part)) == 0
-        kept = [part if fits(size, part) else None for size, part in zip(array.shape, parts, strict=False)]
-        return jax.device_put(array, NamedSharding(sharding.mesh, P(*kept)))
+        divisible = [part if fits(size, part) else None for size, part in zip(array.shape, parts, strict=False)]
+        return jax.device_put(array, NamedSharding(sharding.mesh, P(*divisible)))
 
 
 def uncopied(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -255,16 +255,16 @@ def leaves(site: Site) -> list[Leaf]:
         # Norms have vectors in a checkpoint, whatever their axes.
         return [_of_array(site, "", site.node, 0, flat=isinstance(site.owner, hnn.LayerNorm | hnn.RmsNorm))]
     if site.is_in_fp8:
-        kernel, found = None, [_of_quantized(site)]
+        kernel, arrays = None, [_of_quantized(site)]
     else:
         kernel = site.kernel.weight
-        found = [_of_kernel(site)] if is_array(kernel) else []
+        arrays = [_of_kernel(site)] if is_array(kernel) else []
     for field in dataclasses.fields(site.node):
         value: Any = getattr(site.node, field.name, None)
         if not field.metadata.get("static", False) and is_array(value) and value is not kernel:
             members = 0 if isinstance(value, hax.NamedArray) else max(0, value.ndim - 1 - len(site.place.stack))
-            found.append(_of_array(site, field.name, value, members, flat=True))
-    return found
+            arrays.append(_of_array(site, field.name, value, members, flat=True))
+    return arrays
 
 
 def _leaf(
@@ -323,9 +323,9 @@ def _contracted(site: Site, kernel: Kernel, shape: tuple[int, ...]) -> tuple[int
         return kernel.contracted
     if kernel.In is not None and kernel.Out is not None and len(shape) == 2:
         sizes = number_of_features(kernel.Out), number_of_features(kernel.In)
-        found = [axis for axis, fits in ((1, sizes), (0, sizes[::-1])) if shape == fits]
-        if len(found) == 1:
-            return (found[0],)
+        axes = [axis for axis, fits in ((1, sizes), (0, sizes[::-1])) if shape == fits]
+        if len(axes) == 1:
+            return (axes[0],)
     raise _unknown(site, shape)
 
 
@@ -444,8 +444,8 @@ def tensors_of(
             those that have an op, or for all but routers and embeddings if none has; never heads.
         exclude: The layers to leave in high precision.
     """
-    found = list(sites(model, rules))
-    layers = [site for site in found if site.rule is not None]
+    all_sites = list(sites(model, rules))
+    layers = [site for site in all_sites if site.rule is not None]
     any_fp8 = any(site.op is not None or site.is_in_fp8 for site in layers)
     are_routers = routers({str(site.place): site.kernel for site in layers if not site.is_in_fp8})
 
@@ -463,7 +463,7 @@ def tensors_of(
             return site.op is not None
         return path not in are_routers and not isinstance(site.rule.refusal(layer), OnlyIfNamed)
 
-    for site in found:
+    for site in all_sites:
         chosen = is_chosen(site)
         for leaf in leaves(site):
             for name, index in leaf.tensors():
@@ -472,14 +472,14 @@ def tensors_of(
 
 def _tensor(leaf: Leaf, name: str, index: tuple[int, ...], dtype: np.dtype | None, *, is_chosen: bool) -> Tensor:
     site = leaf.site
-    own = np.dtype(plain(leaf.array).dtype)
+    array_dtype = np.dtype(plain(leaf.array).dtype)
     if site.is_in_fp8 and leaf.is_kernel:
         kind = site.node.kernel.stored.dtype
         matrix = functools.partial(fp8_matrix, leaf, index)
         shape = (leaf.shape[0], 2 * leaf.shape[1]) if kind == E2M1 else leaf.shape
         return Tensor(name, shape, kind, matrix, layer=site.node, index=index, is_chosen=is_chosen)
-    is_float = own.kind == "f" or own.name.startswith(("bfloat", "float"))
-    kind = dtype if dtype is not None and is_float else own
+    is_float = array_dtype.kind == "f" or array_dtype.name.startswith(("bfloat", "float"))
+    kind = dtype if dtype is not None and is_float else array_dtype
     op, factor = (site.op, site.kernel.factor) if leaf.is_kernel else (None, 1.0)
     if op is not None and op.compute_dtype is not None:
         kind = op.compute_dtype

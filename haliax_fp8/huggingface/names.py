@@ -80,14 +80,14 @@ class NameMap:
 
 
 def _translated(name: str, rules: Iterable[tuple[str, str]]) -> str:
-    parts, best, found = name.split("."), 0, name
+    parts, best, translated = name.split("."), 0, name
     for old, new in rules:
         template = old.split(".")
         if len(template) > best and (values := _match(template, parts)) is not None:
             best = len(template)
             head = _PLACEHOLDER.sub(lambda match, values=values: values[match.group(1)], new)
-            found = ".".join([head, *parts[len(template) :]])
-    return found
+            translated = ".".join([head, *parts[len(template) :]])
+    return translated
 
 
 def _match(template: list[str], parts: list[str]) -> dict[str, str] | None:

@@ -124,7 +124,7 @@ def with_folder_scales[M](
         ValueError: If a layer that the folder has quantized has another recipe; if experts have static inputs with a
             scale each; names the layer and what to do.
     """
-    found: dict[int, Any] = {}
+    replacements: dict[int, Any] = {}
     call = "with_folder_scales(directory, model)"
     for site, leaf, matrices, _, _ in _quantized(call, directory, model, names, rules, follow_links):
         op = site.op
@@ -139,8 +139,8 @@ def with_folder_scales[M](
         if isinstance(op.recipe.input.scaling, StaticScaling):
             assert isinstance(op.state, OpState)
             op = dataclasses.replace(op, state=_with_input_scale(op.state, site, leaf, matrices))
-        found[id(site.node)] = site.rule.with_op(site.node, op)
-    return map_sites(lambda site: found.get(id(site.node), site.node), model, rules)
+        replacements[id(site.node)] = site.rule.with_op(site.node, op)
+    return map_sites(lambda site: replacements.get(id(site.node), site.node), model, rules)
 
 
 def _quantized(

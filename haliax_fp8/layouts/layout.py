@@ -97,11 +97,11 @@ class Layout:
         if self.groups:
             return " and ".join(dict.fromkeys(group.name for group in self.groups))
         key = self._kind
-        found = (name for name, layout in named.items() if layout._kind == key)
+        names = (name for name, layout in named.items() if layout._kind == key)
         kind = f"{self.strategy} weights"
         if self.format is E2M1:
             kind = f"{'NVFP4' if self.has_units else 'MXFP4'}{'' if self.inputs else ' weights'}"
-        return next(found, f"{self.method}, {kind}")
+        return next(names, f"{self.method}, {kind}")
 
     @property
     def _kind(self) -> tuple[Any, ...]:

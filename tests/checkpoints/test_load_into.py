@@ -134,11 +134,11 @@ def tables(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_pair(kind, tmp_path: pathlib.Path):
     saved = {name: made(name, seed=1) for name in MODELS}
-    given = {name: made(name, seed=2) for name in MODELS}
+    targets = {name: made(name, seed=2) for name in MODELS}
     for old, model in saved.items():
         (tmp_path / old).mkdir()
         path = KINDS[kind](model, tmp_path / old)
-        for new, into in given.items():
+        for new, into in targets.items():
             loaded, report = load_into(into, path)
             assert jax.tree.structure(loaded) == jax.tree.structure(into)
             want, got = weights(model), weights(loaded)
@@ -212,15 +212,15 @@ def stacked(seed):
 def test_state_dict_of_a_stack(flattened, tmp_path):
     """Keys are renamed, and each layer has its own; other libraries' files have one axis for several."""
     model, into = stacked(1), fp8_linear_layers(stacked(2), recipe=DelayedScaling(amax_history_length=4))
-    found = hsd.to_torch_compatible_state_dict(model) if flattened else hsd.to_state_dict(model)
-    found = {name: np.asarray(array) for name, array in found.items()}
-    assert found["h.2.up_proj.weight"].shape == ((6, 8) if flattened else (2, 3, 8))
-    hsd.save_state_dict(found, tmp_path / "model.safetensors")
-    for source in (found, tmp_path / "model.safetensors"):
+    state_dict = hsd.to_torch_compatible_state_dict(model) if flattened else hsd.to_state_dict(model)
+    state_dict = {name: np.asarray(array) for name, array in state_dict.items()}
+    assert state_dict["h.2.up_proj.weight"].shape == ((6, 8) if flattened else (2, 3, 8))
+    hsd.save_state_dict(state_dict, tmp_path / "model.safetensors")
+    for source in (state_dict, tmp_path / "model.safetensors"):
         loaded, report = load_into(into, source)
         assert set(report.kept) == {"blocks.stacked.up.weight", "blocks.stacked.up.bias"} and not report.unused
         np.testing.assert_array_equal(loaded.blocks.stacked.up.weight.array, model.blocks.stacked.up.weight.array)
-    missing = {name: array for name, array in found.items() if name != "h.1.up_proj.bias"}
+    missing = {name: array for name, array in state_dict.items() if name != "h.1.up_proj.bias"}
     loaded, report = load_into(into, missing, allow_fresh_weights=True)
     assert "blocks.stacked.up.bias" in report.fresh and report.unused == ("h.0.up_proj.bias", "h.2.up_proj.bias")
 
@@ -228,9 +228,9 @@ def test_state_dict_of_a_stack(flattened, tmp_path):
 def test_two_keys_of_one_leaf_are_refused(tmp_path):
     """One would overwrite the other: a key of the state dict beside the name of the leaf, or of the stack."""
     into = stacked(2)
-    found = {name: np.asarray(array) for name, array in hsd.to_state_dict(stacked(1)).items()}
+    state_dict = {name: np.asarray(array) for name, array in hsd.to_state_dict(stacked(1)).items()}
     whole = "blocks.stacked.up.bias"
-    twice = found | {whole: np.zeros((3, 2, 3), np.float32)}
+    twice = state_dict | {whole: np.zeros((3, 2, 3), np.float32)}
     pattern = rf"two keys for {whole}, '{whole}' and 'h.0.up_proj.bias'; remove one"
     safetensors.numpy.save_file(twice, tmp_path / "twice.safetensors")
     for source in (twice, dict(reversed(twice.items())), tmp_path / "twice.safetensors"):
@@ -240,11 +240,11 @@ def test_two_keys_of_one_leaf_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"two keys for up.bias.*remove one"):
         load_into(body, {f"up_proj.{field}": x for field, x in zeros.items()} | {"up.bias": zeros["bias"]})
     # Nothing is renamed where the names are those of leaves.
-    assert load_into(into, arrays_of(into) | {"h.0.up_proj.bias": found["h.0.up_proj.bias"]})[1].unused
+    assert load_into(into, arrays_of(into) | {"h.0.up_proj.bias": state_dict["h.0.up_proj.bias"]})[1].unused
     # Haliax writes no zeros in front: it is another key.
-    loaded, report = load_into(into, found | {"h.00.up_proj.bias": np.zeros((2, 3), np.float32)})
+    loaded, report = load_into(into, state_dict | {"h.00.up_proj.bias": np.zeros((2, 3), np.float32)})
     assert len(report.unused) == 1
-    np.testing.assert_array_equal(loaded.blocks.stacked.up.bias.array[0], found["h.0.up_proj.bias"])
+    np.testing.assert_array_equal(loaded.blocks.stacked.up.bias.array[0], state_dict["h.0.up_proj.bias"])
 
 
 def test_histories_of_a_stack_are_cut_layer_by_layer():
@@ -289,13 +289,13 @@ def test_arrays_land_where_the_models_are(tmp_path):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
     rows, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     model, put = made("delayed 8", 1), lambda x: jax.device_put(x, rows if x.shape == (4, 8) else everywhere)
-    given = jax.tree.map(lambda x: put(x) if eqx.is_array(x) else x, made("delayed 64", 2))
+    concrete = jax.tree.map(lambda x: put(x) if eqx.is_array(x) else x, made("delayed 64", 2))
     abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if eqx.is_array(x) else x, given
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if eqx.is_array(x) else x, concrete
     )
     for through in (through_save, through_safetensors, through_orbax):
         path = through(model, tmp_path)
-        for into in (given, abstract):
+        for into in (concrete, abstract):
             loaded, report = load_into(into, path)
             assert loaded.up.weight.sharding == rows and len(loaded.up.weight.sharding.device_set) == 4
             assert loaded.up.dot_general.state.table.array.sharding == everywhere
@@ -748,10 +748,10 @@ def test_another_recipe_is_refused_when_strict_and_converted_otherwise(changed, 
         load_into({"op": new}, path, strict=True)
     loaded, report = load_into({"op": new}, path)
     assert list(report.changed) == ["op.state.table"]
-    found = np.asarray(loaded["op"].state.table.array)
-    np.testing.assert_allclose(found[:, :1], amax / limits, rtol=1e-6)
-    np.testing.assert_array_equal(found[:, 1:-1], np.tile(columns, (3, 1)))
-    np.testing.assert_array_equal(loaded["op"].scale("kernel"), found[1, 0])
+    loaded_table = np.asarray(loaded["op"].state.table.array)
+    np.testing.assert_allclose(loaded_table[:, :1], amax / limits, rtol=1e-6)
+    np.testing.assert_array_equal(loaded_table[:, 1:-1], np.tile(columns, (3, 1)))
+    np.testing.assert_array_equal(loaded["op"].scale("kernel"), loaded_table[1, 0])
 
 
 def test_each_row_of_a_table_has_its_own_meaning(tmp_path):
@@ -767,9 +767,9 @@ def test_each_row_of_a_table_has_its_own_meaning(tmp_path):
     loaded, report = load_into({"op": made(StaticScaling(), 6)}, path)
     resized = "output_grad: the history of 4 steps was padded to 6; its maximum is the same"
     assert report.changed == {"op.state.table": resized}
-    found = np.asarray(loaded["op"].state.table.array)
-    np.testing.assert_array_equal(found[0, :6], [0.5, 7, 0, 0, 0, 0])
-    np.testing.assert_array_equal(found[2, :-1], [table[2, 0], 3, 0, 0, 8, 1, 2])
+    loaded_table = np.asarray(loaded["op"].state.table.array)
+    np.testing.assert_array_equal(loaded_table[0, :6], [0.5, 7, 0, 0, 0, 0])
+    np.testing.assert_array_equal(loaded_table[2, :-1], [table[2, 0], 3, 0, 0, 8, 1, 2])
     delayed = made(DelayedScaling(amax_history_length=4), 4)
     save(path, {"op": with_table(delayed)})
     loaded, report = load_into({"op": static}, path)
@@ -899,8 +899,8 @@ def test_leaves_in_every_format_come_back(tmp_path):
             jax.tree.map(lambda x: (0 * x).astype(x.dtype), tree), tmp_path / f"{name}.eqx", strict=True
         )
         for leaf, array in tree.items():
-            found = np.asarray(loaded[leaf])
-            assert (found.dtype, found.shape, found.tobytes()) == (
+            restored = np.asarray(loaded[leaf])
+            assert (restored.dtype, restored.shape, restored.tobytes()) == (
                 array.dtype,
                 array.shape,
                 np.asarray(array).tobytes(),
@@ -1155,10 +1155,10 @@ def test_safetensors_of_an_unknown_type_are_refused(tmp_path):
     path, state = tmp_path / "x.safetensors", "up.dot_general.state.table"
     tensors = arrays_of(made("delayed 8", 1))
     for name in ("packed", "up.weight", state, "q.weight"):
-        held = tensors | {"packed": np.zeros(8, np.float32)}
-        header = header_of(held)
+        with_packed = tensors | {"packed": np.zeros(8, np.float32)}
+        header = header_of(with_packed)
         header[name] |= {"dtype": "F4"}
-        path.write_bytes(file_of(held, header))
+        path.write_bytes(file_of(with_packed, header))
         if name == "packed":
             loaded, report = load_into(made("delayed 8", 2), path)
             assert report.unused == ("packed",) and not report.fresh

@@ -316,12 +316,12 @@ def test_what_peft_reads(tmp_path):
         "bias": "none",
         "inference_mode": True,
     }
-    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert found.keys() == {f"base_model.model.{layer}.lora_{half}.weight" for layer in layers for half in "AB"}
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert tensors.keys() == {f"base_model.model.{layer}.lora_{half}.weight" for layer in layers for half in "AB"}
     query = model.adapted.blocks.stacked.attention.query
     prefix = "base_model.model.model.layers.1.self_attn.q_proj"
-    np.testing.assert_array_equal(found[f"{prefix}.lora_A.weight"], query.A.weight.array[1])
-    np.testing.assert_array_equal(found[f"{prefix}.lora_B.weight"], query.B.weight.array[1].reshape(128, 4))
+    np.testing.assert_array_equal(tensors[f"{prefix}.lora_A.weight"], query.A.weight.array[1])
+    np.testing.assert_array_equal(tensors[f"{prefix}.lora_B.weight"], query.B.weight.array[1].reshape(128, 4))
 
 
 @pytest.mark.parametrize("kind", ["plain", "frozen"])
@@ -415,10 +415,10 @@ def test_merged_models_are_exported_in_every_layout(layout, tmp_path):
     merged = merge_lora(with_noise(add_lora(base("converted"), rank=4, targets=ADAPTED, key=KEY)))
     export_model(merged, tmp_path / layout, layout)
     assert check_folder(tmp_path / layout).is_sound
-    found, weight = (float64(m.blocks.stacked.mlp.down.weight) for m in (load(tmp_path / layout), merged))
+    loaded, weight = (float64(m.blocks.stacked.mlp.down.weight) for m in (load(tmp_path / layout), merged))
     # Rounding moves a normal number by half a unit of its last place at most.
     error = 2.0**-8 if layout == "BF16" else named[layout].format.relative_error
-    assert np.linalg.norm(found - weight) < error * np.linalg.norm(weight)
+    assert np.linalg.norm(loaded - weight) < error * np.linalg.norm(weight)
 
 
 class Tied(eqx.Module):

@@ -145,10 +145,10 @@ def test_a_folder_goes_back_as_it_came(sizes, tmp_path):
     export_model(load(tmp_path / "fp8", weights="frozen"), tmp_path / "frozen", "FP8_DYNAMIC", like=tmp_path / "fp8")
     export_model(load(tmp_path / "fp8"), tmp_path / "plain", "BF16", like=tmp_path / "fp8", dtype="float32")
     for name, dtype in {"fp8": "bfloat16", "frozen": "bfloat16", "plain": "float32"}.items():
-        found = config_of(tmp_path / name)
-        assert ("quantization_config" in found) == (name != "plain")
-        found.pop("quantization_config", None)
-        assert found == expected | {"dtype": dtype, "torch_dtype": dtype}
+        config = config_of(tmp_path / name)
+        assert ("quantization_config" in config) == (name != "plain")
+        config.pop("quantization_config", None)
+        assert config == expected | {"dtype": dtype, "torch_dtype": dtype}
         assert check_folder(tmp_path / name).faults == ()
     for name in ("fp8", "converted", "frozen", "plain"):
         for file, text in FILES.items():

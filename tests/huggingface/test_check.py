@@ -464,11 +464,11 @@ def test_every_fault_is_named(tmp_path, layout, change, tensor, says):
     tensors, config = checkpoint(layout)
     change(tensors, config)
     report = check_folder(write(tmp_path / "x", tensors, config))
-    found = [error for error in report.errors if tensor in (None, error.tensor) and says in error.line]
-    assert found, report
+    errors = [error for error in report.errors if tensor in (None, error.tensor) and says in error.line]
+    assert errors, report
     assert all(fault.remedy and fault.line.endswith(fault.remedy) for fault in report.faults)
-    assert all(error.file in (CONFIG, "model.safetensors") for error in found)
-    assert found[0].file == CONFIG or tensor not in ("quantization_config", "ignore", "targets")
+    assert all(error.file in (CONFIG, "model.safetensors") for error in errors)
+    assert errors[0].file == CONFIG or tensor not in ("quantization_config", "ignore", "targets")
 
 
 # The same of remarks.
@@ -544,10 +544,10 @@ def test_weights_of_other_distributions_are_sound(tmp_path):
             tensors[SCALE] = tensors[SCALE][:1, :1] if layout == "FP8_BLOCK" else tensors[SCALE]
             tensors[WEIGHT] = np.nan_to_num(data.astype(np.float32)).astype(data.dtype)
             report = check_folder(write(tmp_path / f"{name}-{layout}", tensors, config))
-            found = [fault for fault in report.faults if fault.tensor in (WEIGHT, SCALE)]
+            faults = [fault for fault in report.faults if fault.tensor in (WEIGHT, SCALE)]
             # Zeros that are none of rounding have one sign, as those of FNUZ.
-            assert not any(fault.is_error or "fnuz" not in fault.problem for fault in found), f"{name}: {report}"
-            assert not found or name in ("ternary", "four bits", "a row of zeros"), f"{name}: {report}"
+            assert not any(fault.is_error or "fnuz" not in fault.problem for fault in faults), f"{name}: {report}"
+            assert not faults or name in ("ternary", "four bits", "a row of zeros"), f"{name}: {report}"
     tensors, config = checkpoint("FP8_DYNAMIC")
     again(0.95)(tensors, config)
     assert not check_folder(write(tmp_path / "clipped", tensors, config)).faults
@@ -578,12 +578,12 @@ def test_four_bits_are_sound(tmp_path):
 def mixed_bits():
     """A checkpoint whose attention is in FP8 and whose MLPs are in four bits."""
     (tensors, config), (packed, described, _) = checkpoint("FP8_DYNAMIC"), four_bits("NVFP4A16")
-    found = {name: x for name, x in tensors.items() if ".mlp." not in name}
-    found |= {name: x for name, x in packed.items() if ".mlp." in name}
+    mixed = {name: x for name, x in tensors.items() if ".mlp." not in name}
+    mixed |= {name: x for name, x in packed.items() if ".mlp." in name}
     groups = {"group_0": group(config) | {"format": "float-quantized"}}
     groups["group_1"] = group(described) | {"targets": ["re:.*mlp.*"], "format": "nvfp4-pack-quantized"}
     config["quantization_config"] |= {"format": "mixed-precision", "config_groups": groups}
-    return found, config
+    return mixed, config
 
 
 PACKED, UNIT = f"{LAYER}.weight_packed", f"{LAYER}.weight_global_scale"
@@ -773,8 +773,8 @@ def test_fused_partners_with_other_scales_are_remarks(tmp_path):
 
 def test_names_of_layouts_are_those_of_their_configurations():
     for layout in LAYOUTS:
-        found = layout_of({"quantization_config": quantization(layout)})
-        assert found is not None and found.name == layout
+        parsed = layout_of({"quantization_config": quantization(layout)})
+        assert parsed is not None and parsed.name == layout
     assert layout_of({}) is None
 
 

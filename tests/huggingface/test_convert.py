@@ -226,14 +226,14 @@ def test_rounding_is_measured(tmp_path):
         target = tmp_path / scales
         done = convert_folder(source, target, "FP8_DYNAMIC", scales=scales)
         assert not done.is_exact
-        found = TensorFolder.open(target)
+        folder = TensorFolder.open(target)
         for converted in done.weights:
             before, after = plain()[converted.name].astype(np.float64), values(target, converted.name)
             error = np.linalg.norm(after - before) / np.linalg.norm(before)
             np.testing.assert_allclose(converted.error, error, rtol=1e-5)
             # Three bits of significand: at most 1/16 of an element, and 2.6 % on average; subnormals add little.
             assert error < 1 / 16
-            scale = found[f"{converted.name}_scale"]
+            scale = folder[f"{converted.name}_scale"]
             exact = {
                 "bfloat16": scale.astype(BF16).astype(np.float32),
                 "power-of-two": np.exp2(np.rint(np.log2(scale))),
@@ -258,10 +258,10 @@ def test_scales_of_keys_and_values_stay(tmp_path):
         for after in ("FP8_TENSOR", "HF_FP8", "modelopt"):
             new = tmp_path / f"{layout}-{after}"
             done = convert_folder(source, new, after)
-            found, renamed = TensorFolder.open(new), scales.get(after, scales["FP8"])
-            kept = {name: float(found[name][0]) for name in found.tensors if name.endswith((".k_scale", ".v_scale"))}
-            assert kept == {f"{attention}.{renamed[i]}": 2.0**-i for i in range(2)} and done.skipped == ()
-            says = found.config["quantization_config"]
+            folder, renamed = TensorFolder.open(new), scales.get(after, scales["FP8"])
+            cached = {key: float(folder[key][0]) for key in folder.tensors if key.endswith((".k_scale", ".v_scale"))}
+            assert cached == {f"{attention}.{renamed[i]}": 2.0**-i for i in range(2)} and done.skipped == ()
+            says = folder.config["quantization_config"]
             if after == "modelopt":
                 assert says["kv_cache_quant_algo"] == "FP8"
             if after == "FP8_TENSOR":
@@ -352,8 +352,8 @@ def test_experts_in_one_array(tmp_path):
             np.testing.assert_array_equal(new["mlp.experts.up.weight_scale"][..., 0], np.broadcast_to(scale, (3, 256)))
     plain = write(tmp_path / "plain", *experts(None))
     for layout in ("FP8_DYNAMIC", "MXFP8", "HF_FP8"):
-        found = convert_folder(plain, tmp_path / layout, layout)
-        assert not found.is_exact and 0.01 < found.error < 0.04 and check_folder(tmp_path / layout).is_sound
+        done = convert_folder(plain, tmp_path / layout, layout)
+        assert not done.is_exact and 0.01 < done.error < 0.04 and check_folder(tmp_path / layout).is_sound
         tensors = TensorFolder.open(tmp_path / layout)
         data, scale = quantize(experts(None)[0]["mlp.experts.up.weight"][1], layout)
         if layout == "MXFP8":
@@ -379,20 +379,20 @@ def test_a_configuration_beside_may_not_be_a_link_out_of_the_folder(tmp_path):
 def test_contents(tmp_path):
     for layout in LAYOUTS:
         tensors, config = checkpoint(layout)
-        found = headers(write(tmp_path / layout, tensors, config))
-        in_fp8, in_four, scales, others, integers, unknown = found.contents.values()
-        assert found.layout == layout and in_fp8.count == len(weights())
+        report = headers(write(tmp_path / layout, tensors, config))
+        in_fp8, in_four, scales, others, integers, unknown = report.contents.values()
+        assert report.layout == layout and in_fp8.count == len(weights())
         assert in_fp8.bytes == sum(tensors[name].size for name in weights()) and unknown.count == integers.count == 0
         assert scales.bytes == sum(array.nbytes for name, array in tensors.items() if name.endswith(("scale", "inv")))
         assert in_fp8.bytes + scales.bytes + others.bytes == sum(a.nbytes for a in tensors.values())
-        assert layout in str(found)
+        assert layout in str(report)
         # Each tensor is in one row: the embedding, the norms and a bias too, and scales of inputs and caches.
         tensors |= {"model.layers.0.self_attn.q_proj.bias": np.zeros(4, BF16)}
         tensors |= {f"model.layers.0.self_attn.{name}_scale": np.ones(1, np.float32) for name in "kv"}
-        found = headers(write(tmp_path / "more", tensors, config))
+        report = headers(write(tmp_path / "more", tensors, config))
         scales = sum("scale" in name for name in tensors)
-        assert [kind.count for kind in found.contents.values()][2:4] == [scales, len(tensors) - scales - len(weights())]
-        (row,) = (line.split() for line in str(found).splitlines() if line.split()[:1] == ["all"])
+        assert [x.count for x in report.contents.values()][2:4] == [scales, len(tensors) - scales - len(weights())]
+        (row,) = (line.split() for line in str(report).splitlines() if line.split()[:1] == ["all"])
         assert row[:3] == ["all", str(len(tensors)), f"{sum(array.nbytes for array in tensors.values()):,}"]
     assert BLOCKS and LINEAR
     convert_folder(tmp_path / "FP8_DYNAMIC", tmp_path / "plain", "BF16")
@@ -408,12 +408,12 @@ def test_types_that_are_unknown_are_shown(tmp_path):
     header["packed"] |= {"dtype": "F4", "shape": [16]}
     header["more"] |= {"dtype": "F6_E2M3", "shape": [8]}
     (path / "model.safetensors").write_bytes(file_of(tensors, header))
-    found = headers(path)
-    others, others_before = (x.contents["in integers"] for x in (found, before))
+    after = headers(path)
+    others, others_before = (x.contents["in integers"] for x in (after, before))
     assert (others.count, others.bytes) == (others_before.count - 2, others_before.bytes - 14)
-    (row,) = (line.split() for line in str(found).splitlines() if "unknown" in line)
+    (row,) = (line.split() for line in str(after).splitlines() if "unknown" in line)
     assert row == ["of", "unknown", "types", "2", "14", "F4,", "F6_E2M3"]
-    assert [line for line in str(found).splitlines() if line.split()[:1] == ["all"]] == [
+    assert [line for line in str(after).splitlines() if line.split()[:1] == ["all"]] == [
         line for line in str(before).splitlines() if line.split()[:1] == ["all"]
     ]
     assert "unknown" not in str(before)
@@ -439,10 +439,10 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "broken" in out and "model.safetensors" in out.replace("\n", "") and max(map(len, out.splitlines())) <= 80
     assert run("check", "--json", broken) == 1
-    found = json.loads(capsys.readouterr().out)
-    (fault,) = found["faults"]
+    report = json.loads(capsys.readouterr().out)
+    (fault,) = report["faults"]
     assert (fault["file"], fault["tensor"]) == ("model.safetensors", weights()[0]) and fault["remedy"]
-    assert found["verdict"] == "broken" and not found["converter"]
+    assert report["verdict"] == "broken" and not report["converter"]
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     other = write(tmp_path / "gptq", *packed(config))
     assert run("check", other) == 3 and "not supported here: load it with GPTQModel" in capsys.readouterr().out
@@ -457,15 +457,15 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "FP8_DYNAMIC" in out and "values not read" in out and max(map(len, out.splitlines())) <= 80
     assert run("check", "--headers", "--json", good) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["layout"], found["verdict"], found["sound"]) == ("FP8_DYNAMIC", "values not read", False)
-    assert found["tensors"]["weights in FP8"]["count"] == len(weights())
+    report = json.loads(capsys.readouterr().out)
+    assert (report["layout"], report["verdict"], report["sound"]) == ("FP8_DYNAMIC", "values not read", False)
+    assert report["tensors"]["weights in FP8"]["count"] == len(weights())
     assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "new") == 0
     assert "the same values" in capsys.readouterr().out
     assert run("convert", good, "--to", "FP8_BLOCK", "--output", tmp_path / "blocks", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["before"], found["after"], found["exact"]) == ("FP8_DYNAMIC", "FP8_BLOCK", False)
-    assert set(found["weights"]) == set(weights()) and 0 < found["error"] < 0.1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["before"], report["after"], report["exact"]) == ("FP8_DYNAMIC", "FP8_BLOCK", False)
+    assert set(report["weights"]) == set(weights()) and 0 < report["error"] < 0.1
     assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "new") == 2  # not empty
     assert f"--output={str(tmp_path / 'new')!r} exists and is not empty" in capsys.readouterr().err
     below = good / "config.json" / "new"

@@ -78,13 +78,13 @@ def read(path: Path) -> dict[str, np.ndarray]:
     raw = path.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     kinds = {"F8_E4M3": FP8, "BF16": BF16, "F32": np.float32, "U8": np.uint8}
-    found = {}
+    tensors = {}
     for name, entry in json.loads(raw[8 : 8 + length]).items():
         if name != "__metadata__":
             first, last = (8 + length + offset for offset in entry["data_offsets"])
             assert first % np.dtype(kinds[entry["dtype"]]).itemsize == (8 + length) % 8 == 0
-            found[name] = np.frombuffer(raw[first:last], kinds[entry["dtype"]]).reshape(entry["shape"])
-    return found
+            tensors[name] = np.frombuffer(raw[first:last], kinds[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
 
 
 def test_layouts_without_a_name_of_their_own_are_written_and_read(tmp_path):
@@ -213,9 +213,9 @@ def test_kernels_are_those_of_the_scaling(scaling, block):
     kernel[3], kernel[5:9, :64] = 0.0, 1e-30
     expected = scaling.quantize(jnp.asarray(kernel), OperandUse(E4M3, (1,)))
     exponents = "up" if isinstance(scaling, MXFP8Scaling) else ""
-    found = quantized(kernel, block, scaling=scaling, bf16_scales=False, exponents=exponents)
-    assert found.data.tobytes() == np.asarray(expected.data).tobytes()
-    np.testing.assert_array_equal(found.scale.ravel(), np.asarray(expected.scale).ravel())
+    ours = quantized(kernel, block, scaling=scaling, bf16_scales=False, exponents=exponents)
+    assert ours.data.tobytes() == np.asarray(expected.data).tobytes()
+    np.testing.assert_array_equal(ours.scale.ravel(), np.asarray(expected.scale).ravel())
 
 
 def test_one_scale_of_training_is_repeated():
@@ -325,9 +325,9 @@ def test_experts_and_routers(tmp_path):
     again = serving_tensors(frozen, "FP8_BLOCK", names=names.QWEN3_MOE)
     assert bytes_of(tensors) == bytes_of(again)
     rows, sizes = hax.random.normal(jax.random.key(2), (hax.Axis("row", 4), config.Hidden)), jnp.array([1, 0, 3])
-    found = frozen.blocks.get_layer(0).mlp.up(rows, hax.named(sizes, experts.keywords and "experts"))
+    outputs = frozen.blocks.get_layer(0).mlp.up(rows, hax.named(sizes, experts.keywords and "experts"))
     expected = np.concatenate([np.asarray(rows.array)[:1] @ weight[0, 0], np.asarray(rows.array)[1:] @ weight[0, 2]])
-    np.testing.assert_allclose(found.array, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(outputs.array, expected, rtol=1e-5, atol=1e-5)
 
 
 class Dense(eqx.Module):
@@ -371,9 +371,9 @@ def test_equinox_and_own_classes(tmp_path):
     export_model(model, tmp_path / "fp8", rules=rules)
     frozen = import_model(tmp_path / "fp8", {**zeros, "own": ()}, weights="frozen", rules=rules, strict=False)
     x = jax.random.normal(keys[1], (32,))
-    found = eqx.filter_vmap(lambda layer: layer(x))(frozen["ensemble"])
+    outputs = eqx.filter_vmap(lambda layer: layer(x))(frozen["ensemble"])
     expected = eqx.filter_vmap(lambda layer: layer(x))(dequantize(frozen["ensemble"]))
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(outputs, expected)
 
 
 def test_shards(plain, tmp_path):

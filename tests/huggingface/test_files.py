@@ -175,9 +175,9 @@ def test_files_end_at_their_limit_and_tensors_begin_at_multiples_of_their_elemen
         path = tmp_path / str(limit)
         path.mkdir()
         write_tensors(path, pairs, limit)
-        found = sorted(path.glob("*.safetensors"))
-        assert len(found) == files
-        for file in found:
+        paths = sorted(path.glob("*.safetensors"))
+        assert len(paths) == files
+        for file in paths:
             content = file.read_bytes()
             header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
             for name, entry in header.items():
@@ -194,11 +194,11 @@ def test_a_changed_bit_is_found_wherever_it_is(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     file, random = tmp_path / "model.safetensors", np.random.default_rng(0)
 
-    def found():
+    def changed_tensors():
         folder = TensorFolder.open(tmp_path)
         return [name for name in folder.tensors if folder.has_changed(name)]
 
-    assert found() == []
+    assert changed_tensors() == []
     with safe_open(file, "numpy") as opened:
         metadata = opened.metadata()
         listed = json.loads(metadata["haliax_fp8"])["leaves"]
@@ -213,10 +213,10 @@ def test_a_changed_bit_is_found_wherever_it_is(tmp_path):
         changed[position] ^= 1 << random.integers(8)
         file.write_bytes(changed)
         if position >= len(content) - of_tensors:
-            assert len(found()) == 1, position
+            assert len(changed_tensors()) == 1, position
             continue
         with pytest.raises(BrokenCheckpoint):
-            found()
+            changed_tensors()
 
 
 def test_a_changed_bit_of_the_list_of_files_is_found(tmp_path):

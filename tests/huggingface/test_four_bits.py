@@ -62,9 +62,9 @@ def test_imports_are_bit_for_bit(kind, tmp_path):
     """Dequantized, and frozen at no more than 0.6 bytes a weight; exported again, every byte."""
     folder, tensors, meant = folder_of(kind, tmp_path)
     dequantized = import_model(folder, abstract(), names=names.LLAMA)
-    found = dict(serving_tensors(dequantized, "BF16", names=names.LLAMA, dtype=None))
+    exported = dict(serving_tensors(dequantized, "BF16", names=names.LLAMA, dtype=None))
     for name, values in meant.items():
-        np.testing.assert_array_equal(found[name], values)
+        np.testing.assert_array_equal(exported[name], values)
     frozen = import_model(folder, abstract(), names=names.LLAMA, weights="frozen")
     assert bool(eqx.tree_equal(dequantize(frozen), dequantized))
     kernels = jax.tree.leaves(frozen.blocks.stacked, is_leaf=lambda x: is_quantized_layer(x))
@@ -86,8 +86,8 @@ def test_gradients_reach_inputs_through_four_bits(tmp_path):
     write(tmp_path / "in", of_layer, {"quantization_config": config["quantization_config"]})
     model = {"up": eqx.nn.Linear(HIDDEN, INNER, use_bias=False, key=jax.random.key(0))}
     frozen = import_model(tmp_path / "in", model, weights="frozen")["up"]
-    found = jax.grad(lambda x: jnp.sum(frozen(x)))(jnp.ones(HIDDEN))
-    np.testing.assert_allclose(found, meant[f"{layer}.weight"].sum(0), rtol=1e-4, atol=1e-4)
+    gradient = jax.grad(lambda x: jnp.sum(frozen(x)))(jnp.ones(HIDDEN))
+    np.testing.assert_allclose(gradient, meant[f"{layer}.weight"].sum(0), rtol=1e-4, atol=1e-4)
     assert not jax.tree.leaves(eqx.filter(frozen, eqx.is_inexact_array))
 
 
@@ -116,10 +116,10 @@ def test_mxfp4_is_fp8_in_blocks_and_back(kind, tmp_path):
     assert there.is_exact and len(there.weights) == len(meant) and "the same values" in str(there)
     back = convert_folder(tmp_path / "fp8", tmp_path / "back", "MXFP4A16" if kind == GPT_OSS else kind)
     assert back.is_exact
-    found = stored(tmp_path / "back")
+    written = stored(tmp_path / "back")
     for name in meant:
         layer = name.removesuffix(".weight")
-        codes, scale = found[f"{layer}.weight_packed"], found[f"{layer}.weight_scale"]
+        codes, scale = written[f"{layer}.weight_packed"], written[f"{layer}.weight_scale"]
         if kind == GPT_OSS:
             assert codes.tobytes() == tensors[f"{layer}_blocks"].tobytes()
             assert scale.tobytes() == tensors[f"{layer}_scales"].tobytes()
@@ -190,12 +190,12 @@ def test_exports_round_scales_as_training_did(rule):
     recipe = by_name("mxfp4_mxfp8")
     kernel = dataclasses.replace(recipe.kernel, scaling=MXFP8Scaling(scale_rounding=rule))
     trained = fp8_linear_layers(layers(), Fp8Config(recipe=dataclasses.replace(recipe, kernel=kernel)))
-    found = dict(serving_tensors(trained, "MXFP4", dtype=None))
+    tensors = dict(serving_tensors(trained, "MXFP4", dtype=None))
     amax = np.abs(np.asarray(layers()["out"].weight, np.float64)).reshape(64, 2, 32).max(-1)
     limit, round = {"up": (6, np.ceil), "nearest": (3.5, np.floor), "down": (4, np.floor)}[rule]
-    np.testing.assert_array_equal(found["out.weight_scale"], round(np.log2(amax / limit)) + 127)
+    np.testing.assert_array_equal(tensors["out.weight_scale"], round(np.log2(amax / limit)) + 127)
     quantized = kernel.scaling.quantize(layers()["out"].weight, OperandUse(E2M1, contracted=(1,)))
-    codes = found["out.weight_packed"]
+    codes = tensors["out.weight_packed"]
     values = E2M1_VALUES[np.stack([codes & 15, codes >> 4], -1)].reshape(64, 64)
     np.testing.assert_array_equal(values, np.asarray(quantized.data, np.float64))
 
@@ -234,14 +234,14 @@ def test_nvfp4_has_the_largest_of_what_engines_make_one(recipe, tmp_path):
         trained[name] = jax.tree.map(scaled, trained[name], is_leaf=is_state)
     export_model(trained, tmp_path / "out", "NVFP4", dtype=None)
     assert not check_folder(tmp_path / "out").faults
-    found, plain = stored(tmp_path / "out"), layers()
+    tensors, plain = stored(tmp_path / "out"), layers()
     amaxes = {name: np.abs(np.asarray(plain[name].weight)).max() for name in PARTS}
     for name in PARTS:
         alike = [name] if name == "out" else PARTS[:3]
         unit = np.float32(2688) / np.float32(max(amaxes[other] for other in alike))
-        np.testing.assert_array_equal(found[f"{name}.weight_global_scale"], [unit])
+        np.testing.assert_array_equal(tensors[f"{name}.weight_global_scale"], [unit])
         of_input = 2688 / max(inputs[other] for other in alike)
-        np.testing.assert_allclose(found[f"{name}.input_global_scale"], [of_input], rtol=1e-6)
+        np.testing.assert_allclose(tensors[f"{name}.input_global_scale"], [of_input], rtol=1e-6)
     described = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert described["format"] == "nvfp4-pack-quantized"
     assert described["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"

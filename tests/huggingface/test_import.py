@@ -157,15 +157,15 @@ def test_adapters_on_frozen_weights(tmp_path):
     def grads(model):
         return eqx.filter_grad(lambda m: jnp.sum(jnp.sin(m(tokens).array)))(model)
 
-    found, expected = grads(adapted), grads(dense)
+    gradient, expected = grads(adapted), grads(dense)
     adapter = lambda m: (m.blocks.stacked.mlp.gate.down, m.blocks.stacked.mlp.gate.up, m.embedding.weight)
-    for ours, theirs in zip(jax.tree.leaves(adapter(found)), jax.tree.leaves(adapter(expected)), strict=True):
+    for ours, theirs in zip(jax.tree.leaves(adapter(gradient)), jax.tree.leaves(adapter(expected)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-        assert np.abs(np.asarray(theirs)).max() > 0 or ours is found.blocks.stacked.mlp.gate.down.array
+        assert np.abs(np.asarray(theirs)).max() > 0 or ours is gradient.blocks.stacked.mlp.gate.down.array
     # To optax and to gradients, data and scales are not parameters.
     params = eqx.filter(adapted, eqx.is_inexact_array)
-    assert jax.tree.leaves(params.blocks.stacked.mlp.gate.base) == jax.tree.leaves(found.blocks.stacked.mlp.up) == []
-    updates, _ = optax.sgd(0.1).update(found, optax.sgd(0.1).init(params))
+    assert jax.tree.leaves(params.blocks.stacked.mlp.gate.base) == jax.tree.leaves(gradient.blocks.stacked.mlp.up) == []
+    updates, _ = optax.sgd(0.1).update(gradient, optax.sgd(0.1).init(params))
     trained = eqx.apply_updates(adapted, updates)
     np.testing.assert_array_equal(
         trained.blocks.stacked.mlp.up.kernel.stored.data.array, frozen.blocks.stacked.mlp.up.kernel.stored.data.array
@@ -194,8 +194,8 @@ def test_the_backward_pass_keeps_fp8_only():
     export_model(layer, folder)
     frozen = import_model(folder, layer, weights="frozen")
     out, pullback = jax.vjp(frozen["up"], jnp.ones(64))
-    kept = [leaf for leaf in jax.tree.leaves(pullback) if getattr(leaf, "size", 0) >= 64 * 96]
-    assert {leaf.dtype for leaf in kept} <= {np.dtype(np.uint8)}
+    residuals = [leaf for leaf in jax.tree.leaves(pullback) if getattr(leaf, "size", 0) >= 64 * 96]
+    assert {leaf.dtype for leaf in residuals} <= {np.dtype(np.uint8)}
     weight = frozen["up"].dequantized(jnp.float32).weight
     np.testing.assert_allclose(pullback(jnp.ones(96))[0], weight.sum(0), rtol=1e-5, atol=1e-5)
     mixed = [frozen, eqx.nn.Linear(64, 96, key=jax.random.key(0))]

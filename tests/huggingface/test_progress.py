@@ -18,15 +18,15 @@ MODEL = Transformer.init(TransformerConfig(layers=1, hidden=32, heads=1, mlp=64,
 
 def passes(calls):
     """Cuts the calls where `done` starts anew, and checks that each pass adds up."""
-    found = []
+    by_pass = []
     for name, done, total in calls:
-        if not found or found[-1][-1][1] == found[-1][-1][2]:
-            found.append([])
-        before = found[-1][-1][1] if found[-1] else 0
+        if not by_pass or by_pass[-1][-1][1] == by_pass[-1][-1][2]:
+            by_pass.append([])
+        before = by_pass[-1][-1][1] if by_pass[-1] else 0
         assert before < done <= total
-        found[-1].append((name, done, total))
-    assert all(calls[-1][1] == calls[-1][2] for calls in found)
-    return found
+        by_pass[-1].append((name, done, total))
+    assert all(calls[-1][1] == calls[-1][2] for calls in by_pass)
+    return by_pass
 
 
 def test_each_pass_names_every_tensor_and_ends_with_all_bytes(tmp_path):
@@ -34,9 +34,9 @@ def test_each_pass_names_every_tensor_and_ends_with_all_bytes(tmp_path):
     tell = lambda *call: calls.append(call)
 
     def taken():
-        found = passes(calls)
+        by_pass = passes(calls)
         calls.clear()
-        return found
+        return by_pass
 
     export_model(MODEL, tmp_path / "a", progress=tell)
     written, compared, checked = taken()

@@ -74,12 +74,12 @@ def test_products_multiply_the_data_and_scales_of_the_folder_and_exports_have_it
     assert model.blocks.stacked.mlp.up.weight.dtype == jnp.bfloat16  # most scales have more bits
     kernel = quantize_kernels(model).blocks.stacked.mlp.up.dot_general.quantized_kernel.fprop
     kernel = jax.tree.map(lambda x: x.array, kernel, is_leaf=lambda x: isinstance(x, hax.NamedArray)).quantized
-    found = np.asarray(kernel.data.astype(jnp.float32))[1], np.asarray(kernel.scale)[1]
-    found = [x.T if x.shape[0] != INNER and kernel.data.shape[1] != INNER else x for x in found]
+    ours = np.asarray(kernel.data.astype(jnp.float32))[1], np.asarray(kernel.scale)[1]
+    ours = [x.T if x.shape[0] != INNER and kernel.data.shape[1] != INNER else x for x in ours]
     data, scale = codes_and_scales(tensors, kind)
-    np.testing.assert_array_equal(found[0], data)
-    repeats = [-(-n // count) for n, count in zip(data.shape, found[1].shape, strict=True)]
-    np.testing.assert_array_equal(np.repeat(np.repeat(found[1], repeats[0], 0), repeats[1], 1), scale)
+    np.testing.assert_array_equal(ours[0], data)
+    repeats = [-(-n // count) for n, count in zip(data.shape, ours[1].shape, strict=True)]
+    np.testing.assert_array_equal(np.repeat(np.repeat(ours[1], repeats[0], 0), repeats[1], 1), scale)
     export_model(model, tmp_path / "again", kind, like=folder)
     again = TensorFolder.open(tmp_path / "again").tensors
     assert again.keys() == tensors.keys()
@@ -126,8 +126,8 @@ def test_two_folders_decode_to_the_same_values_so_a_block_has_to_know_its_scale(
 def test_blocks_of_zeros_and_negative_zeros_keep_their_bytes():
     x = jnp.array([[0.0, -0.0], [0.0, 0.0]])
     for scale in (2.0**-127, 0.0, 3.0):
-        kept = FolderScales(jnp.full((2, 1), scale, jnp.float32).view(jnp.uint32))
-        q = FolderScaling((1, 0)).quantize(x, OperandUse(E4M3_FORMAT, contracted=(1,), folder=kept))
+        folder = FolderScales(jnp.full((2, 1), scale, jnp.float32).view(jnp.uint32))
+        q = FolderScaling((1, 0)).quantize(x, OperandUse(E4M3_FORMAT, contracted=(1,), folder=folder))
         assert np.asarray(q.data).view(np.uint8).tolist() == [[0, 0x80], [0, 0]]
         assert np.asarray(q.scale).view(np.uint32).tolist() == 2 * [[int(np.float32(scale).view(np.uint32))]]
 

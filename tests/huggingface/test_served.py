@@ -136,8 +136,8 @@ def test_experts_with_scales_of_training(x, per_expert, tmp_path):
     sizes = np.array([[2, 1, 2], [0, 6, 0], [3, 3, 3]])
     one = lambda x, sizes: call(served, hax.named(x, (Rows, In)), hax.named(sizes, Experts))
     together = jax.jit(jax.vmap(one))(jnp.asarray(batch), jnp.asarray(sizes))
-    for found, x_, sizes_ in zip(together, batch, sizes, strict=True):
-        np.testing.assert_array_equal(found, one(jnp.asarray(x_), jnp.asarray(sizes_)))
+    for output, x_, sizes_ in zip(together, batch, sizes, strict=True):
+        np.testing.assert_array_equal(output, one(jnp.asarray(x_), jnp.asarray(sizes_)))
     assert np.isnan(together[2]).all() and not np.isnan(together[:2]).any()
     for layout in ("FP8", "modelopt"):
         export_model(served, tmp_path / layout, layout, dtype=None, bf16_scales=False)

@@ -165,13 +165,13 @@ def in_groups():
 
 def _renamed(layout, names, scheme, reshape=lambda scale: scale):
     tensors, config = checkpoint(layout)
-    found = {}
+    renamed = {}
     for name, array in tensors.items():
         layer, _, last = name.rpartition(".")
         array = reshape(array) if last == "weight_scale" else array
         if (last := names.get(last, last) if "_proj" in layer else last) is not None:
-            found[f"{layer}.{last}"] = array
-    return found, {name: x for name, x in config.items() if name != "quantization_config"} | scheme
+            renamed[f"{layer}.{last}"] = array
+    return renamed, {name: x for name, x in config.items() if name != "quantization_config"} | scheme
 
 
 def _method(method, **scheme):
