@@ -110,7 +110,7 @@ def add_parsers(commands: Any) -> None:
         action="store_true",
         help="list recipes, what is recomputed, meshes and batches that fit, the fastest first; takes minutes",
     )
-    choice.add_argument("--memory", type=_gigabytes, metavar="GB", help="of each device (default: the 0.75 that JAX takes)")
+    choice.add_argument("--memory", type=_gigabytes, metavar="GB", help="of each device (default: three quarters)")
     choice.add_argument("--exact", action="store_true", help="without recipes that change the loss")
     choice.add_argument("--cache", metavar="DIR", help=f"what was compiled, to continue (default {CACHE})")
     demo = parser.add_argument_group("a model with published shapes instead of your own step")
