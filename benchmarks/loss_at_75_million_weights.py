@@ -472,7 +472,7 @@ def gap_curve(by_seed: Mapping[int, Any], baseline: Mapping[int, Any]) -> list[l
     return np.stack([steps, gaps.mean(0), gaps.min(0), gaps.max(0)], axis=1).tolist()
 
 
-def draw(found: Sequence[output.Row], title: str, path: Path) -> None:
+def figure_of(found: Sequence[output.Row], title: str) -> Any:
     """The gaps over steps, each with a band from its lowest to its highest seed."""
     from matplotlib.figure import Figure
 
@@ -488,7 +488,7 @@ def draw(found: Sequence[output.Row], title: str, path: Path) -> None:
     axes.set(title=title, xlabel="step", ylabel="gap of the loss to bf16, %")
     if drawn:
         axes.legend(frameon=False)
-    figure.savefig(path)
+    return figure
 
 
 def _gap(name: str) -> Any:
@@ -520,7 +520,7 @@ def show(content: Mapping[str, Any], options: argparse.Namespace) -> None:
     title = "Gap of the loss to bf16, {size} weights, {steps:,} steps, text {text}".format(**settings)
     output.show(title, COLUMNS, found, content["environment"], markdown=options.markdown)
     if options.plot:
-        draw(found, title, options.plot)
+        figure_of(found, title).savefig(options.plot)
 
 
 def main(argv: Sequence[str] | None = None) -> bool:

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -21,7 +22,7 @@ import haliax_fp8 as fp8
 from haliax_fp8 import DelayedScaling, plots
 
 
-CONVERGENCE = pathlib.Path(__file__).parents[2] / "benchmarks" / "convergence.json"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 ON_BOTH = "#7d8896"
 SEEDS, STEPS, EVERY, WIDTH = 3, 60, 3, 32
 
@@ -107,7 +108,7 @@ def convergence() -> Figure:
             "nvfp4, first block in MXFP8, fprop in bf16 at the end": GREEN,
         },
     )
-    rows = json.loads(CONVERGENCE.read_text())["rows"]
+    rows = json.loads((BENCHMARKS / "convergence.json").read_text())["rows"]
     titles = {
         "topics, 128 wide": "cosine decay",
         "topics, 128 wide, constant rate": "constant rate",
@@ -155,8 +156,18 @@ def convergence() -> Figure:
     return figure
 
 
+def rehearsal() -> Figure:
+    """The gap over 2,000 steps of a model of 3 million weights, as its benchmark draws it."""
+    sys.path.insert(0, str(BENCHMARKS))
+    from loss_at_75_million_weights import figure_of, rows
+
+    content = json.loads((BENCHMARKS / "loss_at_3_million_weights.json").read_text())
+    return figure_of(list(rows(content)), "3 million weights, on a CPU")
+
+
 FIGURES = {
     "convergence": convergence,
+    "rehearsal": rehearsal,
     "delayed-scaling": delayed_scaling,
     "loss-curves": loss_curves,
     "heatmaps": heatmaps,

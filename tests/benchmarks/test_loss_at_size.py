@@ -123,6 +123,19 @@ def test_gaps_are_those_of_pairs_of_seeds():
 
 
 @pytest.mark.usefixtures("standard_promotion")
+def test_the_rehearsal_is_as_the_pages_say():
+    from loss_at_75_million_weights import rows
+
+    content = json.loads((BENCHMARKS / "loss_at_3_million_weights.json").read_text())
+    found = {row["variant"]: row for row in rows(content)}
+    assert {row["steps"] for row in found.values()} == {2000} and len(found) == 3
+    results, page = (BENCHMARKS / "RESULTS.md").read_text(), BENCHMARKS.parent / "docs" / "convergence.md"
+    for variant in ("bf16+ulp", "delayed"):
+        assert str(found[variant]["gap"]) in page.read_text()
+        (line,) = [line for line in results.splitlines() if line.startswith(f"| {variant} | 3 |")]
+        assert all(str(found[variant][name]) in line for name in ("training_gap", "gap", "gap_in_bf16"))
+
+
 def test_the_loss_in_parts_is_the_loss():
     from lib.language_model import loss_in_parts, next_token_loss
 
