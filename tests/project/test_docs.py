@@ -171,6 +171,14 @@ def test_readme_shows_how_to_run_and_test():
     assert "pip install uv && uv run pytest" in lines
 
 
+def test_tables_of_files_name_files():
+    package = ROOT / "haliax_fp8"
+    for page in package.rglob("README.md"):
+        cells = [line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("|")]
+        files = re.findall(r"`([\w/.-]+\.py)`", " ".join(cells))
+        assert [name for name in files if not (page.parent / name).exists()] == [], page
+
+
 def test_figures_are_those_of_their_script(monkeypatch):
     """By name."""
     pytest.importorskip("matplotlib")
