@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import t as student_t
+from scipy.special import stdtrit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Gap:
     @property
     def interval(self) -> tuple[float, float]:
         """What holds the mean that more seeds would have, in 95 % of cases, if gaps are normally distributed."""
-        reach = float(student_t.ppf(0.975, max(1, self.seeds - 1))) * self.error
+        reach = float(stdtrit(max(1, self.seeds - 1), 0.975)) * self.error
         return self.mean - reach, self.mean + reach
 
 

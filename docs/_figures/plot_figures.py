@@ -16,7 +16,7 @@ from drawing import BLUE, GREEN, GREY, ORANGE, RED, WIDEST
 from jaxtyping import Array
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from scipy.stats import t as student_t
+from scipy.special import stdtrit
 
 import haliax_fp8 as fp8
 from haliax_fp8 import DelayedScaling, plots
@@ -130,9 +130,7 @@ def convergence() -> Figure:
                     [100 * (np.divide(losses[seed], baseline[seed]) - 1) for seed in losses]
                 )
                 reach = (
-                    student_t.ppf(0.975, len(gaps) - 1)
-                    * gaps.std(axis=0, ddof=1)
-                    / len(gaps) ** 0.5
+                    stdtrit(len(gaps) - 1, 0.975) * gaps.std(axis=0, ddof=1) / len(gaps) ** 0.5
                 )
                 mean, steps = gaps.mean(axis=0), 20 * np.arange(1, gaps.shape[1] + 1)
                 axes.plot(steps, mean, color=color, lw=2, label=name)
