@@ -71,9 +71,9 @@ def main() -> None:
         memory = inspect_step(step, model, state, tokens, device=options.device).step.memory
         numbers = sum(x.size for x in jax.tree.leaves(fp8.trainable(model))) / 1e6
         of_state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 1e9
-        found = (memory.arguments / 1e9, memory.temporaries / 1e9, memory.peak / 1e9)
+        sizes = (memory.arguments / 1e9, memory.temporaries / 1e9, memory.peak / 1e9)
         print(
-            f"| {name} | {numbers:,.1f} | {of_state:.2f} | " + " | ".join(f"{x:.1f}" for x in found) + " |", flush=True
+            f"| {name} | {numbers:,.1f} | {of_state:.2f} | " + " | ".join(f"{x:.1f}" for x in sizes) + " |", flush=True
         )
 
 

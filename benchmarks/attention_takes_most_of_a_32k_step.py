@@ -62,23 +62,23 @@ def scope_of(launch: Site) -> str:
 def seconds_of(report: PreflightReport) -> Counter[str]:
     """The estimated seconds of each part; `fp8 attention` is what attention would take in FP8."""
     assert report.device.peaks is not None
-    roofline, found = Roofline(report.device.peaks, WHOLE_STEP), Counter[str]()
+    roofline, seconds = Roofline(report.device.peaks, WHOLE_STEP), Counter[str]()
     for product in report.products:
         if product.in_attention:
-            given = product.flops, product.bytes * product.executions
-            found["attention"] += roofline.attention("bf16", *given, product.executions)
-            found["fp8 attention"] += roofline.attention("f8e4m3fn", given[0], given[1] // 2, product.executions)
+            work = product.flops, product.bytes * product.executions
+            seconds["attention"] += roofline.attention("bf16", *work, product.executions)
+            seconds["fp8 attention"] += roofline.attention("f8e4m3fn", work[0], work[1] // 2, product.executions)
             continue
         part = "loss" if part_of(product.scope) == "loss" else "products"
         dtype = "f8e4m3fn" if product.is_fp8 else "bf16"
         moved = product.bytes * product.executions
-        found[part] += roofline.products(dtype, product.flops, moved, product.executions)
+        seconds[part] += roofline.products(dtype, product.flops, moved, product.executions)
     for launch in launches(entry_sites(parse_hlo(report.step.text))):
         if is_other(launch):
-            found[part_of(scope_of(launch))] += roofline.others(traffic_of(launch) * launch.executions)
+            seconds[part_of(scope_of(launch))] += roofline.others(traffic_of(launch) * launch.executions)
     for collective in report.step.collectives:
-        found["collectives"] += collective.bytes * collective.executions / LINK
-    return found
+        seconds["collectives"] += collective.bytes * collective.executions / LINK
+    return seconds
 
 
 def is_other(launch: Site) -> bool:
@@ -91,7 +91,7 @@ def is_other(launch: Site) -> bool:
 
 def step_seconds(tokens: int, config: Fp8Config | None, device: str, layers: int, devices: int) -> Counter[str]:
     """Of the whole model, from steps with one block and with two."""
-    found = []
+    seconds = []
     for count in (1, 2):
         function, args = demo_step(
             demo_by_name("llama-8b"),
@@ -105,8 +105,8 @@ def step_seconds(tokens: int, config: Fp8Config | None, device: str, layers: int
         )
         options = {TRITON_PRODUCTS: False}
         report = inspect_step(function, *args, device=device, devices=devices, compiler_options=options)
-        found.append(seconds_of(report))
-    one, two = found
+        seconds.append(seconds_of(report))
+    one, two = seconds
     return Counter({name: one[name] + (layers - 1) * (two[name] - one[name]) for name in two})
 
 

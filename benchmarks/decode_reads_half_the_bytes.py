@@ -86,10 +86,10 @@ def row(layout: str, rows: int, flags: str, device: str, sizes: Sizes = LLAMA_8B
     }
 
 
-def with_baseline(found: list[Row]) -> list[Row]:
+def with_baseline(rows: list[Row]) -> list[Row]:
     """Rows with what bf16 takes beside them."""
-    bf16 = {(r["rows"], r["flags"]): r for r in found if r["layout"] == "BF16"}
-    return [{**r, "bf16": bf16[r["rows"], r["flags"]]} for r in found]
+    bf16 = {(r["rows"], r["flags"]): r for r in rows if r["layout"] == "BF16"}
+    return [{**r, "bf16": bf16[r["rows"], r["flags"]]} for r in rows]
 
 
 def traffic(r: Row) -> float:
@@ -117,12 +117,12 @@ def main() -> None:
     output.add_arguments(parser)
     options = parser.parse_args()
     cases = [(flags, rows, layout) for flags in FLAGS for rows in ROWS for layout in LAYOUTS]
-    found = []
+    table = []
     with Progress(transient=True) as progress:
         for flags, rows, layout in progress.track(cases, description="compiling"):
-            found.append(row(layout, rows, flags, options.device))
+            table.append(row(layout, rows, flags, options.device))
     title = f"Four blocks of Llama-8B in inference, compiled for {options.device}"
-    output.finish(title, COLUMNS, with_baseline(found), options, left=3)
+    output.finish(title, COLUMNS, with_baseline(table), options, left=3)
 
 
 if __name__ == "__main__":

@@ -36,15 +36,15 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
 def figures(device: str, recipe: str | Recipe | None, size: str) -> Row:
     """What the compiled program does."""
     args = eqx.filter_eval_shape(layer_and_batch, recipe, *SIZES[size], use_gmm=False)
-    found = inspect_step(gradients, *args, device=device).step
+    program = inspect_step(gradients, *args, device=device).step
     return {
         "size": size,
         "recipe": {None: "bf16, all experts", GROUPED_BF16: "bf16, grouped"}.get(recipe, recipe),
-        "useful": found.useful_flops,
-        "computed": found.flops,
-        "fp8": found.fp8_share,
-        "gigabytes": found.others.bytes / 1e9,
-        "temporaries": found.memory.temporaries / 1e9,
+        "useful": program.useful_flops,
+        "computed": program.flops,
+        "fp8": program.fp8_share,
+        "gigabytes": program.others.bytes / 1e9,
+        "temporaries": program.memory.temporaries / 1e9,
     }
 
 

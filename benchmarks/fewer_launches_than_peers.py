@@ -24,10 +24,10 @@ from haliax_fp8.preflight import inspect_step
 
 def row(stack: str, library: str, device: str, sizes: Sizes = LLAMA_8B) -> dict[str, Any]:
     """What one program holds."""
-    return {"stack": stack, "library": library, **held(STACKS[stack], LIBRARIES[library], device, sizes)}
+    return {"stack": stack, "library": library, **figures(STACKS[stack], LIBRARIES[library], device, sizes)}
 
 
-def held(stack: Stack, library: Library, device: str, sizes: Sizes) -> dict[str, Any]:
+def figures(stack: Stack, library: Library, device: str, sizes: Sizes) -> dict[str, Any]:
     """What the gradient of a stack compiles to."""
     model = eqx.filter_eval_shape(lambda: library.convert(stack.model(sizes)))
     x = eqx.filter_eval_shape(stack.batch, sizes)

@@ -213,17 +213,17 @@ CASES = {
 
 def sent(text: str) -> collections.Counter[tuple[str, str]]:
     """The bytes of a program's collectives, by kind and element type: of what is gathered, of what is reduced."""
-    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    traffic: collections.Counter[tuple[str, str]] = collections.Counter()
     for launch in launches(entry_sites(parse_hlo(text))):
         kind = launch.instruction.opcode.removesuffix("-start")
         if kind not in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"):
             continue
-        given = [shape for operand in launch.operands for shape in operand.instruction.shape.arrays]
+        operands = [shape for operand in launch.operands for shape in operand.instruction.shape.arrays]
         total = lambda shapes: sum(shape.bytes for shape in shapes)
-        whole: list[Shape] = max(given, list(launch.results), key=total)
+        whole: list[Shape] = max(operands, list(launch.results), key=total)
         for shape in whole:
-            found[kind, shape.dtype] += launch.executions * shape.bytes
-    return found
+            traffic[kind, shape.dtype] += launch.executions * shape.bytes
+    return traffic
 
 
 def row(case: Case, device: str, sizes: TrafficSizes = TrafficSizes()) -> Row:
@@ -238,15 +238,15 @@ def row(case: Case, device: str, sizes: TrafficSizes = TrafficSizes()) -> Row:
         with hax.axis_mapping(dict(layout.activations)):
             return train(model, opt_state, x)
 
-    given = (*_divided(args, layout.mesh, layout.parameters), _divided(x, layout.mesh, layout.activations))
+    divided = (*_divided(args, layout.mesh, layout.parameters), _divided(x, layout.mesh, layout.activations))
     options = {"xla_gpu_enable_triton_gemm": False, **(MERGED if case.shared else {})}
-    report = inspect_step(step, *given, device=device, mesh=layout.mesh, compiler_options=options)
-    found = sent(report.step.text)
-    of = lambda kind, fp8_only: sum(b for (k, t), b in found.items() if k == kind and t.startswith("f8") == fp8_only)
+    report = inspect_step(step, *divided, device=device, mesh=layout.mesh, compiler_options=options)
+    traffic = sent(report.step.text)
+    of = lambda kind, fp8_only: sum(b for (k, t), b in traffic.items() if k == kind and t.startswith("f8") == fp8_only)
     return {
         "gathered_fp8": of("all-gather", True),
         "gathered_wider": of("all-gather", False),
-        "scattered": sum(b for (kind, _), b in found.items() if kind == "reduce-scatter"),
+        "scattered": sum(b for (kind, _), b in traffic.items() if kind == "reduce-scatter"),
         "wire": sum(collective.wire * collective.executions for collective in report.step.collectives),
         "reductions": sum(c.executions for c in report.step.collectives if c.kind.startswith("all-reduce")),
         "peak": report.step.memory.peak,

@@ -14,7 +14,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from fewer_launches_than_peers import COLUMNS, held
+from fewer_launches_than_peers import COLUMNS, figures
 from lib import output
 from lib.libraries import LIBRARIES, Library
 from lib.models import LLAMA_8B, STACKS, Stack, llama, mix
@@ -39,10 +39,10 @@ def then(library: Library, *changes: Callable[[Any], Any]) -> Library:
     return dataclasses.replace(library, convert=convert)
 
 
-KEPT = dataclasses.replace(
+KEEP_KERNELS = dataclasses.replace(
     FP8, convert=lambda model: fp8.fp8_linear_layers(model, fp8.Fp8Config(kernel_residual=KernelResidual.KEEP))
 )
-SHARED_KEPT = then(KEPT, share_input_scales)
+SHARED_KEEP_KERNELS = then(KEEP_KERNELS, share_input_scales)
 
 
 def swiglu_in_float32(function: Any) -> Any:
@@ -57,8 +57,8 @@ def options() -> dict[str, tuple[Stack, Library]]:
     off = dataclasses.replace(FP8, gradient=functools.partial(fp8.filter_grad, recompute_in_scans=False))
     libraries = {"bf16": BF16, "FP8": FP8, "FP8, shared": shared}
     chosen = {
-        "unrolled": libraries | {"FP8, kernels kept": KEPT},
-        "scan": libraries | {"FP8, kernels kept": KEPT, "FP8, recompute_in_scans=False": off},
+        "unrolled": libraries | {"FP8, kernels kept": KEEP_KERNELS},
+        "scan": libraries | {"FP8, kernels kept": KEEP_KERNELS, "FP8, recompute_in_scans=False": off},
         "scan + checkpointing": libraries,
     }
     return {
@@ -89,7 +89,7 @@ def main() -> None:
     rows, cases = [], options()
     with Progress(transient=True) as progress:
         for name in progress.track(arguments.option or list(cases), description="compiling"):
-            rows.append({"option": name, **held(*cases[name], arguments.device, LLAMA_8B)})
+            rows.append({"option": name, **figures(*cases[name], arguments.device, LLAMA_8B)})
     title = f"Gradient of four blocks of Llama-8B, {LLAMA_8B.tokens} tokens, compiled for {arguments.device}"
     columns = {name: column for name, column in COLUMNS.items() if name not in ("stack", "library")}
     output.finish(title, {"option": lambda r: r["option"], **columns}, rows, arguments)

@@ -188,8 +188,8 @@ def text_in(folder: Path, sizes: Sizes, roots: Sequence[Path] | None) -> Text:
         draft = folder / "text.part.npz"
         np.savez(draft, train=text.train, validation=text.validation)
         draft.replace(arrays)
-    with np.load(arrays) as found:
-        return Text(found["train"], found["validation"], listing.read_text().splitlines())
+    with np.load(arrays) as archive:
+        return Text(archive["train"], archive["validation"], listing.read_text().splitlines())
 
 
 def installed_text(sizes: Sizes, roots: Sequence[Path] | None = None) -> Text:
@@ -209,21 +209,21 @@ def installed_text(sizes: Sizes, roots: Sequence[Path] | None = None) -> Text:
         # Larger ones are tables that a program wrote.
         if path.suffix in SUFFIXES and path.is_file() and path.stat().st_size <= 1_000_000:
             unique.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
-    held_size = sizes.validation_batches * sizes.tokens
-    train, held, files = bytearray(), bytearray(), []
+    validation_size = sizes.validation_batches * sizes.tokens
+    train, validation, files = bytearray(), bytearray(), []
     for sha, path in sorted(unique.items()):
-        part, size = (held, held_size) if int(sha[-8:], 16) % HELD_BACK == 0 else (train, sizes.text_bytes)
+        part, size = (validation, validation_size) if int(sha[-8:], 16) % HELD_BACK == 0 else (train, sizes.text_bytes)
         if len(part) < size:
             part += path.read_bytes()
             files.append(f"{sha}  {path.stat().st_size:>7}  {path}")
-    if len(train) < sizes.least_text_bytes or len(held) < held_size:
+    if len(train) < sizes.least_text_bytes or len(validation) < validation_size:
         raise ValueError(
-            f"the folders have {len(train) / 1e6:.2f} MB of text to train on, {len(held) / 1e6:.2f} MB to hold back; "
-            f"this size takes {sizes.least_text_bytes / 1e6:g} and {held_size / 1e6:.2f} MB at least: install more "
-            "packages, such as those of `uv sync --group dev`, or name folders with --folder"
+            f"the folders have {len(train) / 1e6:.2f} MB of text to train on, {len(validation) / 1e6:.2f} MB to hold "
+            f"back; this size takes {sizes.least_text_bytes / 1e6:g} and {validation_size / 1e6:.2f} MB at least: "
+            "install more packages, such as those of `uv sync --group dev`, or name folders with --folder"
         )
     as_array = lambda part, size: np.frombuffer(bytes(part[:size]), np.uint8)
-    return Text(as_array(train, sizes.text_bytes), as_array(held, held_size), files)
+    return Text(as_array(train, sizes.text_bytes), as_array(validation, validation_size), files)
 
 
 def rotary_attention(query: Any, key: Any, value: Any, *rotary: hax.NamedArray) -> hax.NamedArray:
@@ -312,7 +312,7 @@ class Run:
         start = index * self.sizes.batch
         return _named(self.sequences[start : start + self.sizes.batch])
 
-    def train(self, held: Sequence[hax.NamedArray]) -> None:
+    def train(self, validation_tokens: Sequence[hax.NamedArray]) -> None:
         """Its turn: some steps, timed as a whole; after a quarter of all also a validation."""
         start, steps = self.done, len(self.rates)
         if start == self.conversion:
@@ -330,11 +330,11 @@ class Run:
         self.record["done"] = np.int32(indices.stop)
         for quarter in range(4):
             if start < steps * (quarter + 1) // 4 <= self.done:
-                self.record["validations"][quarter] = (self.done, *self.validation(held))
+                self.record["validations"][quarter] = (self.done, *self.validation(validation_tokens))
 
-    def validation(self, held: Sequence[hax.NamedArray]) -> tuple[float, float]:
+    def validation(self, validation_tokens: Sequence[hax.NamedArray]) -> tuple[float, float]:
         """The loss of the text that is held back, as trained and of the same weights in bf16."""
-        mean = lambda model: statistics.fmean(float(_loss(model, tokens)) for tokens in held)
+        mean = lambda model: statistics.fmean(float(_loss(model, tokens)) for tokens in validation_tokens)
         loss = mean(self.model)
         return loss, loss if self.variant.config is None else mean(fp8.restore_linear_layers(self.model))
 
@@ -372,8 +372,8 @@ def train(names: Sequence[str], sizes: Sizes, text: Text, steps: int, options: a
     settings = {"size": options.size, "steps": steps, "text": text.digest}
     file, folder = options.out / "results.json", options.out
     content = _of_earlier_calls(file, settings)
-    held = text.validation.reshape(sizes.validation_batches, sizes.batch, sizes.llama.max_length)
-    held = [_named(tokens) for tokens in held]
+    validation_tokens = text.validation.reshape(sizes.validation_batches, sizes.batch, sizes.llama.max_length)
+    validation_tokens = [_named(tokens) for tokens in validation_tokens]
     runs = [Run(name, sizes, text, steps, folder) for name in names]
 
     def write() -> float:
@@ -394,7 +394,7 @@ def train(names: Sequence[str], sizes: Sizes, text: Text, steps: int, options: a
         while (behind := min(run.done for run in runs)) < steps:
             begin = time.monotonic()
             for run in (run for run in runs if run.done == behind):
-                run.train(held)
+                run.train(validation_tokens)
                 loss = run.record["losses"][run.done - 1]
                 progress.update(bar, advance=run.done - behind, description=f"{run.name}: loss {loss:.4f}")
             now = time.monotonic()
@@ -472,14 +472,14 @@ def gap_curve(by_seed: Mapping[int, Any], baseline: Mapping[int, Any]) -> list[l
     return np.stack([steps, gaps.mean(0), gaps.min(0), gaps.max(0)], axis=1).tolist()
 
 
-def figure_of(found: Sequence[output.Row], title: str) -> Any:
+def figure_of(table: Sequence[output.Row], title: str) -> Any:
     """The gaps over steps, each with a band from its lowest to its highest seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.6, 3.6), layout="constrained")
     axes = figure.subplots()
     dashes = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (9, 2)), (0, (1, 3)))
-    drawn = [row for row in found if row["variant"] != BASELINE and row["curve"]]
+    drawn = [row for row in table if row["variant"] != BASELINE and row["curve"]]
     for row, line in zip(drawn, dashes, strict=False):
         steps, mean, low, high = np.transpose(row["curve"])
         (curve,) = axes.plot(steps, mean, ls=line, lw=1.8, label=f"{row['variant']}, {row['seeds']} seeds")
@@ -516,11 +516,11 @@ COLUMNS = {
 
 def show(content: Mapping[str, Any], options: argparse.Namespace) -> None:
     """Prints the table, and draws the picture."""
-    found, settings = list(rows(content)), content["settings"]
+    table, settings = list(rows(content)), content["settings"]
     title = "Gap of the loss to bf16, {size} weights, {steps:,} steps, text {text}".format(**settings)
-    output.show(title, COLUMNS, found, content["environment"], markdown=options.markdown)
+    output.show(title, COLUMNS, table, content["environment"], markdown=options.markdown)
     if options.plot:
-        figure_of(found, title).savefig(options.plot)
+        figure_of(table, title).savefig(options.plot)
 
 
 def main(argv: Sequence[str] | None = None) -> bool:

@@ -95,15 +95,15 @@ def figures(case: Case, device: str) -> dict[str, Any]:
     )
     flags = {"xla_gpu_enable_triton_gemm": False}
     report = inspect_step(step, *args, device=device, mesh={"devices": case.devices}, compiler_options=flags)
-    found, estimate = report.step, report.estimate
+    program, estimate = report.step, report.estimate
     assert estimate is not None, f"nothing is known of how fast {device} is"
     return {
         "row": case.row,
-        "products": sum(product.executions for product in found.products),
-        "others": found.others.count,
-        "gigabytes": found.others.bytes / 1e9,
-        "sent": sum(x.sent for x in found.collectives) / 1e9,
-        "peak": found.memory.peak / 1e9,
+        "products": sum(product.executions for product in program.products),
+        "others": program.others.count,
+        "gigabytes": program.others.bytes / 1e9,
+        "sent": sum(x.sent for x in program.collectives) / 1e9,
+        "peak": program.memory.peak / 1e9,
         "milliseconds": estimate.total * 1e3,
     }
 

@@ -206,8 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.child == "device":
         describe_device(measured, options.call, smoke=options.smoke)
     elif options.child:
-        given = options.call, options.limit, options.parent
-        raise SystemExit(measure(by_key[options.child], measured, *given, smoke=options.smoke))
+        part, limit, parent = by_key[options.child], options.limit, options.parent
+        raise SystemExit(measure(part, measured, options.call, limit, parent, smoke=options.smoke))
     elif options.list:
         for part in by_key.values():
             print(f"{part.key:45s} {part.minutes:4g} minutes, {' and '.join(part.on)}")

@@ -47,11 +47,11 @@ class Case:
 
 def cases(options: argparse.Namespace) -> list[Case]:
     """What is trained, without variants."""
-    found = [_case(name, options) for name in options.task]
+    unstressed = [_case(name, options) for name in options.task]
     if options.suite != "stress":
-        return found
+        return unstressed
     stressed = []
-    for case in found:
+    for case in unstressed:
         task = lambda case=case, **changes: dataclasses.replace(case, task=dataclasses.replace(case.task, **changes))
         schedule = lambda case=case, **changes: dataclasses.replace(
             case, schedule=dataclasses.replace(case.schedule, **changes)
@@ -71,10 +71,10 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 
 def _case(name: str, options: argparse.Namespace) -> Case:
-    given = lambda *names: {n: value for n in names if (value := getattr(options, n)) is not None}
+    specified = lambda *names: {n: value for n in names if (value := getattr(options, n)) is not None}
     task = VisionTask() if name == "digits" else LanguageTask(text=name)
-    of_language = given("length", "experts", "stacked", "embedding_scale")
-    sizes = given("layers", "hidden", "batch") | ({} if name == "digits" else of_language)
+    of_language = specified("length", "experts", "stacked", "embedding_scale")
+    sizes = specified("layers", "hidden", "batch") | ({} if name == "digits" else of_language)
     schedule = Schedule(options.steps, options.every, options.learning_rate, options.decay)
     shown = [name, *(f"{value} {_SHOWN[of]}" for of, value in sizes.items() if of in _SHOWN)]
     if schedule.decay != Schedule.decay:
@@ -89,14 +89,14 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """For each case and variant its gap; runs what is missing."""
     chosen = {name: variant for name, variant in SUITES[options.suite].items() if re.search(options.variant, name)}
     variants = {"bf16": BASELINE} | chosen
-    seeds, found = range(options.seeds), cases(options)
+    seeds, all_cases = range(options.seeds), cases(options)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     records: dict[tuple[str, str], Any] = {}
     with Progress(*columns, TimeRemainingColumn(), disable=options.quiet) as progress:
-        bar = progress.add_task("", total=len(found) * len(variants) * len(seeds) * options.steps)
+        bar = progress.add_task("", total=len(all_cases) * len(variants) * len(seeds) * options.steps)
         # Cases that differ in data share compiled programs, so they are next to each other.
         for name, variant in variants.items():
-            for case in found:
+            for case in all_cases:
                 progress.update(bar, description=f"{case.name}, {name}")
                 file = RunFile(options.out, f"{_slug(case.name)}.{_slug(name)}", (case.task, case.schedule, variant))
                 advance = functools.partial(progress.advance, bar)
@@ -104,12 +104,12 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 records[case.name, name] = file.complete(
                     seeds, lambda seed, run=run: run(seed=seed), lambda _: progress.advance(bar, options.steps)
                 )
-    groups = [(case, {name: records[case.name, name] for name in variants}) for case in found]
+    groups = [(case, {name: records[case.name, name] for name in variants}) for case in all_cases]
     for case, by_name in groups:
         for name, of in by_name.items():
             yield row(case, name, of, by_name["bf16"], by_name.get(options.against))
-    if len(found) > 1 and options.suite in ("memory", "four_bits", "mxfp4"):
-        both = dataclasses.replace(found[0], name=", ".join(["all together", *found[0].name.split(", ")[1:]]))
+    if len(all_cases) > 1 and options.suite in ("memory", "four_bits", "mxfp4"):
+        both = dataclasses.replace(all_cases[0], name=", ".join(["all together", *all_cases[0].name.split(", ")[1:]]))
         of_all = lambda name: {f"{case.name} {seed}": x for case, by in groups for seed, x in by[name].items()}
         against = of_all(options.against) if options.against in variants else None
         for name in variants:
@@ -194,19 +194,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     output.add_arguments(parser)
     options = parser.parse_args(argv)
-    found = list(rows(options))
+    table = list(rows(options))
     columns = {name: text for name, text in COLUMNS.items() if options.against or name not in ("change", "its 95 %")}
-    output.finish(f"Gap of the validation loss to bf16, suite {options.suite}", columns, found, options)
+    output.finish(f"Gap of the validation loss to bf16, suite {options.suite}", columns, table, options)
     if options.curves:
-        write_curves(options.curves, [{"suite": options.suite} | row for row in found])
+        write_curves(options.curves, [{"suite": options.suite} | row for row in table])
 
 
-def write_curves(path: Path, found: list[dict[str, Any]]) -> None:
+def write_curves(path: Path, table: list[dict[str, Any]]) -> None:
     """Writes the rows into a file that keeps those of other suites, with hardware and date for each."""
-    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
     key = lambda row: (row["suite"], row["case"], row["variant"], row["steps"])
-    new = {key(row): row | {"environment": output.described(output.environment())} for row in found}
-    merged = {key(row): row for row in kept} | new
+    new = {key(row): row | {"environment": output.described(output.environment())} for row in table}
+    merged = {key(row): row for row in earlier} | new
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in merged.values())
     path.write_text(f'{{"rows":[\n{lines}\n]}}\n')
 

@@ -54,15 +54,15 @@ def times(recipe: str, width: int, rows: int, repeats: int) -> list[tuple[float,
         return jnp.mean(jnp.square(out.astype(jnp.float32)))
 
     step = TrainStep(loss_fn, optax.adamw(1e-3), monitor=every(2))
-    state, found = step.init(model), []
+    state, seconds = step.init(model), []
     for index in range(2 * repeats + 2):
         start = time.process_time()
         model, state, metrics = step(model, state, x)
         jax.block_until_ready((model, state))
         # Even steps measure.
         assert ("fp8/layers.0/input/amax" in metrics) == (index % 2 == 0)
-        found.append(time.process_time() - start)
-    return list(zip(found[3::2], found[2::2], strict=True))  # the first two compile
+        seconds.append(time.process_time() - start)
+    return list(zip(seconds[3::2], seconds[2::2], strict=True))  # the first two compile
 
 
 if __name__ == "__main__":

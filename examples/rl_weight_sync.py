@@ -242,8 +242,8 @@ def main(argv: Sequence[str] | None = None) -> list[Round]:
             # vLLM adds its number to the seed of each sample.
             tokens, sampled = engine.sample(seed=index * SAMPLES)
             models = (cast_params(model, jnp.bfloat16), served(model, "FP8"), served(model, "FP8_DYNAMIC"))
-            trained, *own = (log_probabilities(each, jnp.asarray(tokens)) for each in models)
-            mismatches = [log_probability_mismatch(trained, each) for each in own]
+            trained, *quantized = (log_probabilities(each, jnp.asarray(tokens)) for each in models)
+            mismatches = [log_probability_mismatch(trained, each) for each in quantized]
             rewards = reward(tokens)
             rounds.append(Round(float(rewards.mean()), importance_weights(trained, sampled), *mismatches))
             print(f"{index:5}{rounds[-1]}", flush=True)

@@ -138,13 +138,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         run, options, corpus = trained_run(flags.run, flags.data)
-        found = [served(layout, run, options, corpus, flags.export) for layout in ("BF16", *flags.layouts)]
+        ways = [served(layout, run, options, corpus, flags.export) for layout in ("BF16", *flags.layouts)]
     except ValueError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
-    console.print(table(found, run.name, floor_of(run, options, corpus)))
+    console.print(table(ways, run.name, floor_of(run, options, corpus)))
     prompt = jnp.asarray(np.frombuffer(flags.prompt.encode(), np.uint8), jnp.int32)
-    for one in found:
+    for one in ways:
         text = generate(one.model, prompt, count=flags.bytes)
         written = flags.prompt + text.astype(np.uint8).tobytes().decode(errors="replace")
         console.print(f"{one.layout} writes: {written!r}", markup=False, highlight=False)
@@ -197,11 +197,11 @@ def floor_of(run: Run, options: argparse.Namespace, corpus: Any) -> float:
     return serving_mismatch(training, training, tokens, tokens=targets).floor.mean
 
 
-def table(found: Sequence[Served], name: str, floor: float) -> Table:
+def table(ways: Sequence[Served], name: str, floor: float) -> Table:
     """A row for each way, next to the floor of the last column; at most 80 columns wide.
 
     Args:
-        found: The ways; the first is the reference.
+        ways: The ways to serve the model; the first is the reference.
         name: The name of the trained model.
         floor: What `floor_of` returned.
     """
@@ -211,8 +211,8 @@ def table(found: Sequence[Served], name: str, floor: float) -> Table:
     # Broken by hand, so that numbers never are.
     for column in ("layout", "memory", "disk", "loss", "against\nbf16", "KL", "greedy", "from\ntraining"):
         out.add_column(column, justify="left" if column == "layout" else "right", no_wrap=True)
-    reference = found[0]
-    for one in found:
+    reference = ways[0]
+    for one in ways:
         out.add_row(
             one.layout,
             f"{one.memory / 1e3:,.0f} kB",

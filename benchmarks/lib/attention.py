@@ -41,5 +41,5 @@ def gradients(op: Any, query: jax.Array, key: jax.Array, value: jax.Array, grad:
         out = op(*arrays, is_causal=True)
         return (out.astype(jnp.float32) * grad.astype(jnp.float32)).sum(), out
 
-    (_, out), found = eqx.filter_value_and_grad(loss, has_aux=True)((op, query, key, value))
-    return out, found
+    (_, out), grads = eqx.filter_value_and_grad(loss, has_aux=True)((op, query, key, value))
+    return out, grads

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from a_third_fewer_bytes_in_microbatches import WAYS, MicrobatchSizes, gradients, in_each, mlp
 from decode_reads_half_the_bytes import LAYOUTS, served_blocks
 from flax.linen import fp8_ops
-from less_memory_than_bf16 import BF16, SHARED_KEPT
+from less_memory_than_bf16 import BF16, SHARED_KEEP_KERNELS
 from nvfp4_runs_on_fp4_units import MODELS, WAYS as OF_BLOCKS, keyed_gradients, ways_of
 
 import haliax_fp8 as fp8
@@ -165,8 +165,8 @@ UNROLLED, SCAN, CHECKPOINTED = STACKS
 # Whether q/k/v are joined, and the library.
 _REMATERIALIZED = {
     "bf16, rematerialized": (False, BF16),
-    "haliax_fp8, rematerialized, shared": (False, SHARED_KEPT),
-    "haliax_fp8, rematerialized, q/k/v joined": (True, SHARED_KEPT),
+    "haliax_fp8, rematerialized, shared": (False, SHARED_KEEP_KERNELS),
+    "haliax_fp8, rematerialized, q/k/v joined": (True, SHARED_KEEP_KERNELS),
 }
 _NOTHING_RECOMPUTED = dataclasses.replace(
     LIBRARIES["haliax_fp8"], gradient=partial(fp8.filter_grad, recompute_in_scans=False)

@@ -53,8 +53,8 @@ def gradients(layer: Any, x: hax.NamedArray, sizes: hax.NamedArray, grad: jax.Ar
         out = layer(x, sizes).array
         return (out.astype(jnp.float32) * grad.astype(jnp.float32)).sum(), out
 
-    (_, out), found = eqx.filter_value_and_grad(loss, has_aux=True)((layer, x))
-    return out, found
+    (_, out), grads = eqx.filter_value_and_grad(loss, has_aux=True)((layer, x))
+    return out, grads
 
 
 @contextlib.contextmanager

@@ -63,8 +63,8 @@ class Part:
 
     def rows(self, plan: Plan, folder: Path, minutes: float) -> Iterator[Row]:
         """What it measures, row by row."""
-        found = self.measure(plan, folder, minutes) if self.measure else measured_in_turn(self.groups(plan), plan)
-        for row in found:
+        rows = self.measure(plan, folder, minutes) if self.measure else measured_in_turn(self.groups(plan), plan)
+        for row in rows:
             yield {"part": self.name, "flags": self.flags, **row}
 
 
@@ -204,7 +204,7 @@ def trained(
         sequences = most
         while sequences:
             try:
-                found = measure(way, sizes, sequences, implementation, limit, plan.steps)
+                measured = measure(way, sizes, sequences, implementation, limit, plan.steps)
             except Exception as error:
                 row = {"size": "", "library": library, "error": explained(error)}
                 if implementation == "cudnn" and "cudnn" in str(error).lower():
@@ -212,9 +212,9 @@ def trained(
                     continue
                 if not is_out_of_memory(error):
                     break
-                found = None
-            if found is not None:
-                row = {"library": library, **found}
+                measured = None
+            if measured is not None:
+                row = {"library": library, **measured}
                 break
             gc.collect()
             sequences //= 2

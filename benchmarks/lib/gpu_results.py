@@ -54,23 +54,23 @@ class Measurements:
 
     def lines(self) -> list[Row]:
         """All but what a killed process left unfinished."""
-        found = []
+        lines = []
         for line in self.path.read_text().splitlines() if self.path.exists() else ():
             try:
-                found.append(json.loads(line))
+                lines.append(json.loads(line))
             except json.JSONDecodeError:
                 continue
-        return found
+        return lines
 
     def by_environment(self) -> list[tuple[dict[str, Any], list[Row]]]:
         """The rows that were measured on one device with the same versions on the same day, and where that was."""
         environments = {line["call"]: line["environment"] for line in self.lines() if "environment" in line}
-        found: dict[str, tuple[dict[str, Any], list[Row]]] = {}
+        groups: dict[str, tuple[dict[str, Any], list[Row]]] = {}
         for device in dict.fromkeys(environment["device"] for environment in environments.values()):
             for row in self.rows(device):
                 environment = environments[row["call"]]
-                found.setdefault(output.described(environment), (environment, []))[1].append(row)
-        return list(found.values())
+                groups.setdefault(output.described(environment), (environment, []))[1].append(row)
+        return list(groups.values())
 
     def done(self, device: str) -> set[str]:
         """The keys of the parts that need not be measured again on a device."""
@@ -123,8 +123,8 @@ def forecasts(part: Part, plan: Plan, devices: Sequence[str], known: Container[t
         for name, row in rows.items():
             case = group.cases[name]
             try:
-                args, given = eqx.filter_eval_shape(case.arguments), options | dict(case.options)
-                program = inspect_step(case.function, *args, device=target, compiler_options=given).step
+                args, case_options = eqx.filter_eval_shape(case.arguments), options | dict(case.options)
+                program = inspect_step(case.function, *args, device=target, compiler_options=case_options).step
             except Exception as error:
                 yield from ({"device": device, **row, "error": explained(error)} for device in devices)
                 continue
@@ -198,7 +198,7 @@ def with_forecasts(rows: Sequence[Row], kind: str) -> list[Row]:
     """Rows with what was forecast of them, as `forecast`."""
     known, name = read_forecasts(), name_of(kind) or ""
     of = lambda row: known.get((name, *key_of(row)))
-    return [row | {"forecast": found} if (found := of(row)) else row for row in rows]
+    return [row | {"forecast": times} if (times := of(row)) else row for row in rows]
 
 
 def _number(name: str, form: str) -> Callable[[Row], str]:
@@ -216,17 +216,17 @@ def _ms(row: Row) -> str:
 
 
 def _forecast(row: Row) -> str:
-    found = row.get("forecast", {})
-    return f"{_ms(found)} ({_ms({'ms': found['ms_least']})} – {_ms({'ms': found['ms_most']})})" if "ms" in found else ""
+    times = row.get("forecast", {})
+    return f"{_ms(times)} ({_ms({'ms': times['ms_least']})} – {_ms({'ms': times['ms_most']})})" if "ms" in times else ""
 
 
 def _missed(row: Row) -> str:
     """Measured over forecast, and whether it is in its range."""
-    found = row.get("forecast", {})
-    if "ms" not in found or "ms" not in row:
+    times = row.get("forecast", {})
+    if "ms" not in times or "ms" not in row:
         return ""
-    inside = found["ms_least"] <= row["ms"] <= found["ms_most"]
-    return f"{row['ms'] / found['ms']:.2f}{'' if inside else ', outside'}"
+    inside = times["ms_least"] <= row["ms"] <= times["ms_most"]
+    return f"{row['ms'] / times['ms']:.2f}{'' if inside else ', outside'}"
 
 
 def _products(row: Row) -> str:
@@ -256,8 +256,8 @@ IN_RESULTS += ("program, GB",)
 
 def show(measured: Measurements, *, markdown: bool) -> None:
     """Prints all rows, beside their forecasts."""
-    for environment, found in measured.by_environment():
-        rows = with_forecasts(found, environment["device"])
+    for environment, measured_rows in measured.by_environment():
+        rows = with_forecasts(measured_rows, environment["device"])
         missed = [_missed(row) for row in rows]
         outside = sum(text.endswith("outside") for text in missed)
         title = (
@@ -268,7 +268,7 @@ def show(measured: Measurements, *, markdown: bool) -> None:
 
 def section(measured: Measurements) -> str:
     """The tables of `RESULTS.md`, one for each device and day."""
-    found = []
+    tables = []
     for environment, measured_rows in measured.by_environment():
         rows = with_forecasts(measured_rows, environment["device"])
         bits = [row for row in rows if "wrong" in row]
@@ -288,8 +288,8 @@ def section(measured: Measurements) -> str:
             wrong = [row["size"] for row in bits if row["wrong"]]
             lines += ["", f"Beside the CPU, {len(bits) - len(wrong)} of {len(bits)} cases are as expected."]
             lines += [f"- Not so: {name}." for name in wrong]
-        found.append("\n".join(lines))
-    return "\n\n".join(found)
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
 
 
 def _is_said(row: Row) -> bool:

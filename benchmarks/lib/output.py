@@ -62,8 +62,8 @@ def _version(package: str) -> str | None:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 def described(environment: dict[str, Any]) -> str:

@@ -33,8 +33,8 @@ class Gap:
     def __str__(self) -> str:
         if self.seeds == 0:
             return "not finite"
-        found = f"{self.mean:+.2f} ± {self.error:.2f} %"
-        return found if not self.broken else f"{found}; {self.broken} of {self.seeds + self.broken} not finite"
+        gap = f"{self.mean:+.2f} ± {self.error:.2f} %"
+        return gap if not self.broken else f"{gap}; {self.broken} of {self.seeds + self.broken} not finite"
 
     @property
     def interval(self) -> tuple[float, float]:

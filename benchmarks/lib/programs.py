@@ -54,10 +54,10 @@ def compiled(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] =
     called = lambda *arrays: eqx.filter(function(*eqx.combine(arrays, static)), eqx.is_array)
     program = jax.jit(called, donate_argnums=donate).lower(*arrays).compile(compiler_options=options)
     seconds, text, memory = time.perf_counter() - start, program.as_text() or "", program.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    inputs_and_outputs = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     facts = {
         "compile_s": seconds,
-        "program_gb": (held + memory.temp_size_in_bytes) / 1e9,
+        "program_gb": (inputs_and_outputs + memory.temp_size_in_bytes) / 1e9,
         "temporaries_gb": memory.temp_size_in_bytes / 1e9,
         "cublas_fp8": text.count('custom_call_target="__cublas$lt$matmul$f8"'),
         "cublas_other": text.count('custom_call_target="__cublas$lt$matmul"') + text.count('"__cublas$gemm"'),
@@ -80,13 +80,13 @@ def measure_in_turn(
     Returns:
         The measurements of each, or what it raised.
     """
-    found: dict[str, list[float] | Exception] = {name: [] for name in runs}
+    timings: dict[str, list[float] | Exception] = {name: [] for name in runs}
     in_a_row: dict[str, int] = {}
     for turn in range(-1, repeats):
         names = list(runs)
         first = turn % len(names) if names else 0
         for name in names[first:] + names[:first]:
-            measured = found[name]
+            measured = timings[name]
             if isinstance(measured, Exception):
                 continue
             try:
@@ -96,8 +96,8 @@ def measure_in_turn(
                 else:
                     measured.append(seconds_of(runs[name], in_a_row[name]))
             except Exception as error:  # One library's failure is a row of the table, and not the end of the others.
-                found[name] = error
-    return found
+                timings[name] = error
+    return timings
 
 
 def seconds_of(run: Callable[[], Any], count: int) -> float:

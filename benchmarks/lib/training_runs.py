@@ -45,12 +45,12 @@ class Schedule:
     def scales(self) -> np.ndarray:
         """One for each step."""
         step = np.arange(self.steps)
-        found = {
+        scales = {
             "constant": np.ones(self.steps),
             "growing": 1.1 ** np.minimum(step, 200),
             "spikes": np.where(step % 10 == 9, 2.0**16, 1.0),
         }
-        return found[self.loss_scales].astype(np.float32)
+        return scales[self.loss_scales].astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -183,10 +183,10 @@ class VisionTask(AbstractTask):
 
     def batches(self, seed: int, steps: int) -> Batches:
         """Epochs, one after the other."""
-        digits, rng, found = Digits.load(0.3, seed), np.random.default_rng(seed), []
-        while len(found) < steps:
-            found += digits.batches(self.batch, 0.25, rng)
-        images, labels = zip(*found[:steps], strict=True)
+        digits, rng, batches = Digits.load(0.3, seed), np.random.default_rng(seed), []
+        while len(batches) < steps:
+            batches += digits.batches(self.batch, 0.25, rng)
+        images, labels = zip(*batches[:steps], strict=True)
         return np.stack(images), np.stack(labels)
 
     def validation(self, seed: int) -> Batches:

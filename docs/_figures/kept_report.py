@@ -28,9 +28,9 @@ from haliax_fp8.preflight import (
 )
 
 
-KEPT = pathlib.Path(__file__).with_name("kept_report.json")
+STORED = pathlib.Path(__file__).with_name("kept_report.json")
 DEVICE = "h100"
-# The step's own.
+# Those that the step sets.
 FLAGS = XlaFlags.parse("--xla_gpu_enable_triton_gemm=false")
 COMMAND = "my_training.py:make_step --device h100"
 
@@ -80,20 +80,20 @@ def _program(fields: dict[str, Any]) -> Program:
     )
 
 
-def kept() -> PreflightReport:
+def stored_report() -> PreflightReport:
     """The report of the step as it was compiled last."""
-    kept = json.loads(KEPT.read_text())
+    programs = json.loads(STORED.read_text())
     return PreflightReport(
         compilable_devices[DEVICE],
         {"devices": 1},
-        _program(kept["step"]),
-        _program(kept["baseline"]),
+        _program(programs["step"]),
+        _program(programs["baseline"]),
         FLAGS,
     )
 
 
-PICTURES = {"preflight": lambda: as_svg(kept().__rich__(), f"preflight {COMMAND}")}
+PICTURES = {"preflight": lambda: as_svg(stored_report().__rich__(), f"preflight {COMMAND}")}
 
 
 if __name__ == "__main__":
-    KEPT.write_text(json.dumps(facts(compiled()), indent=1) + "\n")
+    STORED.write_text(json.dumps(facts(compiled()), indent=1) + "\n")

@@ -58,7 +58,7 @@ def read_progress(folder: pathlib.Path) -> dict[str, Any] | None:
         return None
 
 
-def given_flags(progress: Mapping[str, Any]) -> dict[str, Any]:
+def stored_flags(progress: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of the run that wrote a checkpoint, which a resumed run takes where it is given no others.
 
     Args:

@@ -97,9 +97,9 @@ def split_corpus(name: str, text: bytes, validation_fraction: float) -> Corpus:
             f"{name} has {len(text)} bytes; with --validation-fraction {validation_fraction} at least "
             f"{(every - 1) * BLOCK_BYTES + 1} are needed"
         )
-    held_back = b"".join(blocks[every - 1 :: every])
+    validation = b"".join(blocks[every - 1 :: every])
     rest = b"".join(block for index, block in enumerate(blocks) if index % every != every - 1)
-    return Corpus(name, np.frombuffer(rest, np.uint8), np.frombuffer(held_back, np.uint8))
+    return Corpus(name, np.frombuffer(rest, np.uint8), np.frombuffer(validation, np.uint8))
 
 
 def _read(path: str) -> bytes:

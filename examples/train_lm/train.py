@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     resumed = resumed_folder(argv)
     progress = None if resumed is None else checkpoint.read_progress(pathlib.Path(resumed))
-    options = parse_options(argv, None if progress is None else checkpoint.given_flags(progress))
+    options = parse_options(argv, None if progress is None else checkpoint.stored_flags(progress))
     try:
         corpus = load_corpus(options.data, options.validation_fraction)
         # First of all: it decides how many devices a CPU is.

@@ -52,14 +52,14 @@ def results_table(runs: dict[str, list[Run]], seeds: Sequence[int]) -> Table:
 
 def verdict(runs: dict[str, list[Run]]) -> str:
     """What the results mean: the mean gap, next to how far seeds of bf16 differ."""
-    found = gaps(runs)
-    mean = float(np.mean(found))
+    by_seed = gaps(runs)
+    mean = float(np.mean(by_seed))
     apart = f"{abs(mean):.2f} points {'below' if mean < 0 else 'above'}"
     line = f"FP8 ends {apart if round(abs(mean), 2) else 'level with'} bf16"
-    if len(found) < 2:
+    if len(by_seed) < 2:
         return f"{line}; one seed cannot tell that from noise: give several, --seeds 0 1 2."
     finals = [run.accuracies[-1] for run in runs["bf16"]]
-    return f"{line}, the mean of {len(found)} seeds; bf16 itself differs by {max(finals) - min(finals):.2f} points."
+    return f"{line}, the mean of {len(by_seed)} seeds; bf16 itself differs by {max(finals) - min(finals):.2f} points."
 
 
 def write_figure(path: pathlib.Path, runs: dict[str, list[Run]]) -> None:

@@ -159,9 +159,9 @@ def _as_json(result: CheckReport | Conversion) -> dict[str, Any]:
             {"file": f.file, "tensor": f.tensor, "problem": f.problem, "remedy": f.remedy, "error": f.is_error}
             for f in result.faults
         ]
-        found = {"layout": result.layout, "verdict": result.verdict, "sound": result.is_sound}
-        found |= {"converter": result.converter, "quantized": result.quantized, "faults": faults}
-        return found | {"tensors": {kind: dataclasses.asdict(one) for kind, one in result.contents.items()}}
-    found = {"before": result.before, "after": result.after, "exact": result.is_exact, "error": result.error}
+        fields = {"layout": result.layout, "verdict": result.verdict, "sound": result.is_sound}
+        fields |= {"converter": result.converter, "quantized": result.quantized, "faults": faults}
+        return fields | {"tensors": {kind: dataclasses.asdict(one) for kind, one in result.contents.items()}}
+    fields = {"before": result.before, "after": result.after, "exact": result.is_exact, "error": result.error}
     weights = {weight.name: {"exact": weight.is_exact, "error": weight.error} for weight in result.weights}
-    return found | {"copied": result.copied, "skipped": result.skipped, "weights": weights}
+    return fields | {"copied": result.copied, "skipped": result.skipped, "weights": weights}

@@ -51,7 +51,7 @@ def run_choose(options: argparse.Namespace) -> int:
             make, command = load_function(options.step), None
             lists = _taken(make, lists, options)
         require_compiler(options.device)
-        found = with_progress(
+        choices = with_progress(
             lambda say: choose(
                 make,
                 tokens=tokens,
@@ -68,13 +68,13 @@ def run_choose(options: argparse.Namespace) -> int:
             )
         )
         # The module of a file that was loaded from its path has a name of our own.
-        module, lines = (options.step or "").rpartition(":")[0], found.code
+        module, lines = (options.step or "").rpartition(":")[0], choices.code
         name = pathlib.Path(module).stem if module.endswith(".py") else module
         of_user = lambda choice: lines(choice).replace(f"from {make.__module__} ", f"from {name} ", 1)
-        print(dataclasses.replace(found, code=command or of_user))
+        print(dataclasses.replace(choices, code=command or of_user))
     finally:
         sys.path[:] = path
-    return 0 if found.fitting else 1
+    return 0 if choices.fitting else 1
 
 
 def _taken(make: Callable[..., Any], lists: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

@@ -104,9 +104,9 @@ def _without_default(function: Callable[..., Any]) -> list[str]:
 def _functions(module: ModuleType) -> list[str]:
     """The functions that a module defines; those that it imports, if it only gathers what others define."""
     is_function = lambda name, value: callable(value) and not isinstance(value, type) and not name.startswith("_")
-    found = {name: value for name, value in vars(module).items() if is_function(name, value)}
-    own = [name for name, value in found.items() if getattr(value, "__module__", None) == module.__name__]
-    return own or [*found]
+    functions = {name: value for name, value in vars(module).items() if is_function(name, value)}
+    defined = [name for name, value in functions.items() if getattr(value, "__module__", None) == module.__name__]
+    return defined or [*functions]
 
 
 def _module(file: str) -> ModuleType:

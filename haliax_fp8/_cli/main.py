@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _explained(error: Exception, options: argparse.Namespace) -> str:
     """What is said of an error: `explain` of the command, which may run code of the user's; otherwise one line."""
-    own = getattr(options, "explain", None)
+    explain = getattr(options, "explain", None)
     said = " ".join(str(error).split())
     kind = "" if said and isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
-    return fitted(f"error: {kind}{said}".removesuffix(": ")) if own is None else own(error, options)
+    return fitted(f"error: {kind}{said}".removesuffix(": ")) if explain is None else explain(error, options)
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -32,11 +32,11 @@ def add_parsers(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     use_local_devices()
-    found = device_rows()
+    rows = device_rows()
     if options.json:
-        print(json.dumps([dataclasses.asdict(row) for row in found], indent=2))
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     else:
-        screen().print(device_table(found))
+        screen().print(device_table(rows))
     return 0
 
 
@@ -72,14 +72,14 @@ def device_rows() -> list[DeviceRow]:
 
 
 def _device_row(name: str, device: Device, kind: str) -> DeviceRow:
-    found = {recipe: supported(recipe, device) for recipe in named}
-    others = [support for support in found.values() if not support.is_native]
+    by_recipe = {recipe: supported(recipe, device) for recipe in named}
+    others = [support for support in by_recipe.values() if not support.is_native]
     known = compilable_devices.get(name)
     return DeviceRow(
         name=name,
         kind=kind,
         capability=device.compute_capability,
-        native=tuple(recipe for recipe, support in found.items() if support.is_native),
+        native=tuple(recipe for recipe, support in by_recipe.items() if support.is_native),
         otherwise=f"{others[0].outcome.value}: {others[0].reason}" if others else "",
         preflight="cannot compile for it" if known is None else known.missing() or "ready",
     )

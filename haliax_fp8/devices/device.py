@@ -126,10 +126,10 @@ class Device:
         abstract = jax.sharding.AbstractDevice(device_kind=self.kind, num_cores=None, platform=platform)
         mesh = jax.sharding.get_abstract_mesh().update(abstract_device=abstract)
         with jax.sharding.use_abstract_mesh(mesh):
-            if (found := Device.default()) != self:
+            if (default := Device.default()) != self:
                 raise ValueError(
                     f"{self} cannot be the default device: JAX knows it by its kind alone, which the catalog takes for "
-                    f"{found}. Device.by_name gives devices of the catalog: {[*catalog]}"
+                    f"{default}. Device.by_name gives devices of the catalog: {[*catalog]}"
                 )
             yield
 
@@ -141,8 +141,8 @@ class Device:
     @property
     def tpu_generation(self) -> int | None:
         """The generation of a TPU, such as 7 for TPU7x; None for other devices."""
-        found = re.match(r"TPU ?v?(\d+)", self.kind) if self.platform == "tpu" else None
-        return None if found is None else int(found[1])
+        match = re.match(r"TPU ?v?(\d+)", self.kind) if self.platform == "tpu" else None
+        return None if match is None else int(match[1])
 
     def is_cuda_from(self, lowest: float, below: float = math.inf) -> bool:
         """Whether it is an NVIDIA GPU whose compute capability lies in `[lowest, below)`.
@@ -170,7 +170,7 @@ class Device:
     @property
     def peaks(self) -> Peaks | None:
         """Its peak rates; None if the catalog has none for this kind of device."""
-        return next((found for name, found in peaks.items() if catalog[name].kind == self.kind), None)
+        return next((rates for name, rates in peaks.items() if catalog[name].kind == self.kind), None)
 
     def lacks(self, needed: Format | MatrixUnits) -> str | None:
         """Why the device cannot multiply a format, or lacks a kind of units; None if it can.

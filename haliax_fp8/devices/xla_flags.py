@@ -54,11 +54,11 @@ class XlaFlags:
                     f"XLA_FLAGS={text!r} names a file that cannot be read; flags start with two dashes, such as "
                     f"--{TRITON_PRODUCTS}=false"
                 ) from error
-        found = {}
+        values = {}
         for token in shlex.split(text):
             name, _, value = token.lstrip("-").partition("=")
-            found[name] = value
-        return XlaFlags(found)
+            values[name] = value
+        return XlaFlags(values)
 
     @staticmethod
     def of_environment(environment: Mapping[str, str] | None = None, *, platform: str = "") -> "XlaFlags":
@@ -111,16 +111,16 @@ class XlaFlags:
 
 def _of_libtpu(text: str) -> dict[str, str]:
     """Flags as libtpu reads them: between spaces, without quotes, each with its value after `=` or after a space."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     last = None
     for token in text.split():
         if token.startswith("-"):
             name, has_value, value = token.lstrip("-").partition("=")
-            found[name] = value
+            values[name] = value
             last = None if has_value else name
         elif last is not None:
-            found[last], last = token, None
-    return found
+            values[last], last = token, None
+    return values
 
 
 def _text(value: Any) -> str:

@@ -49,10 +49,10 @@ def analyze(compiled: Compiled, device: CompilableDevice, known: Mapping[str, st
     for launch in launches(entry_sites(module)):
         if not is_launch(launch):
             continue
-        instruction, found = launch.instruction, list(reader.products(launch))
-        if found:
-            products += found
-            multiplying.append(Multiplying(launch, tuple(f"{p.layer or label(p.scope)} {p.name}" for p in found)))
+        instruction, in_launch = launch.instruction, list(reader.products(launch))
+        if in_launch:
+            products += in_launch
+            multiplying.append(Multiplying(launch, tuple(f"{p.layer or label(p.scope)} {p.name}" for p in in_launch)))
         elif (kind := instruction.opcode.removesuffix(START)) in COLLECTIVES:
             communicating.append((launch, kind))
         elif instruction.opcode == CUSTOM_CALL and instruction.call_kind is not Call.OTHER:
@@ -78,8 +78,8 @@ def analyze(compiled: Compiled, device: CompilableDevice, known: Mapping[str, st
         opaque=tuple(opaque),
         elementwise=_elementwise(module, written, products),
         memory=compiled.memory,
-        unknown_loops=sum(trip_count(loop) is None for loop in _found(module, "while")),
-        branches=len(_found(module, "conditional")),
+        unknown_loops=sum(trip_count(loop) is None for loop in _sites(module, "while")),
+        branches=len(_sites(module, "conditional")),
         seconds=compiled.seconds,
         text=compiled.text,
     )
@@ -89,16 +89,16 @@ def _elementwise(module: Module, written: Mapping[str, list[Written]], products:
     """The layers whose product has one row or one column, which XLA multiplies and adds up by elements."""
     compiled = {instruction.op_name for computation in module.computations.values() for instruction in computation}
     multiplied = {(product.scope, frozenset((product.m, product.n)), product.k) for product in products}
-    found: dict[str, None] = {}
+    layers: dict[str, None] = {}
     for scope, in_scope in written.items():
         for product in in_scope if scope in compiled and product_name(scope) in (FPROP, "forward") else ():
             m, n, k = product.size.m, product.size.n, product.size.k
             if 1 in (m, n) and (scope, frozenset((m, n)), k) not in multiplied:
-                found |= dict.fromkeys(map(layer_of, _weight(product.lhs, product.rhs, product).arguments))
-    return tuple(found)
+                layers |= dict.fromkeys(map(layer_of, _weight(product.lhs, product.rhs, product).arguments))
+    return tuple(layers)
 
 
-def _found(module: Module, opcode: str) -> list[Site]:
+def _sites(module: Module, opcode: str) -> list[Site]:
     return [Site(module, c, i) for c in module.computations.values() for i in c if i.opcode == opcode]
 
 
@@ -120,15 +120,15 @@ class _Reader:
     @functools.cached_property
     def weights(self) -> frozenset[str]:
         """The arguments that products of the forward pass multiply by."""
-        found: set[str] = set()
+        arguments: set[str] = set()
         for launch in launches(entry_sites(self.module)):
             for site in opened(launch):
                 scope = site.instruction.op_name or launch.instruction.op_name
                 if product_name(scope) in (FPROP, "forward") and (size := dimensions(site)) is not None:
                     written = made_from(self.written, scope, size)
                     lhs, rhs = map(origin, _operands(site))
-                    found.update(_weight(lhs, rhs, written).arguments)
-        return frozenset(found)
+                    arguments.update(_weight(lhs, rhs, written).arguments)
+        return frozenset(arguments)
 
     def products(self, launch: Site) -> Iterator[Product]:
         """The products that a launch computes."""
@@ -217,8 +217,8 @@ def _widest(size: Dimensions) -> str:
 
 def _weight(lhs: Origin, rhs: Origin, written: Written | None) -> Origin:
     """The operand that is a weight: an argument; of two arguments, the one deeper in its tree."""
-    found = [lhs, rhs] if written is None else [lhs, rhs, written.lhs, written.rhs]
-    return max(found, key=lambda one: max((1 + name.count(".") for name in one.arguments), default=0))
+    origins = [lhs, rhs] if written is None else [lhs, rhs, written.lhs, written.rhs]
+    return max(origins, key=lambda one: max((1 + name.count(".") for name in one.arguments), default=0))
 
 
 def _stored_dtype(launch: Site, size: Dimensions) -> str:

@@ -38,8 +38,8 @@ def check_fp8_call(lowered: Any) -> None:
             f"lowered is of type {type(lowered).__name__}; pass jax.jit(f).lower(*args) or "
             "eqx.filter_jit(f).lower(*args)"
         )
-    found = _FP8_PRODUCT.search(lowered.as_text()) is not None or _multiplies_fp8(lowered.compile().as_text())
-    print("Fp8 call detected!" if found else "No Fp8 call!")
+    is_fp8 = _FP8_PRODUCT.search(lowered.as_text()) is not None or _multiplies_fp8(lowered.compile().as_text())
+    print("Fp8 call detected!" if is_fp8 else "No Fp8 call!")
 
 
 def _multiplies_fp8(text: str) -> bool:

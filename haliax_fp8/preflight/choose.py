@@ -211,8 +211,8 @@ def choose(
         >>> from haliax_fp8.preflight import LocalDevice, Peaks
         >>> toy = LocalDevice("toy", "a toy", Peaks(fp8=2e12, bf16=1e12, f32=1e12, bandwidth=1e11, source="invented"))
         >>> make = lambda tokens: (lambda w, x: x @ w, (jnp.ones((64, 64)), jnp.ones((tokens, 64))))
-        >>> found = choose(make, tokens=[1024, 2048], device=toy, memory=1e6)
-        >>> [choice.tokens for choice in found.fitting], [choice.tokens for choice in found.others]
+        >>> choices = choose(make, tokens=[1024, 2048], device=toy, memory=1e6)
+        >>> [choice.tokens for choice in choices.fitting], [choice.tokens for choice in choices.others]
         ([1024], [2048])
     """
     require_bool("exact", exact, of="choose")
@@ -229,17 +229,17 @@ def choose(
         if values is not None and not values:
             why = ", because exact=True keeps only None" if name == "recipe" and exact else ""
             raise ValueError(f"no {name} to choose from{why}; list some, or leave the argument out")
-    given = {name: values for name, values in lists.items() if values is not None}
+    grid = {name: values for name, values in lists.items() if values is not None}
     compiler = _Compiler(make, chosen, devices, dict(compiler_options or {}), cache)
-    points = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
-    found: list[Choice] = []
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    choices: list[Choice] = []
     last: Exception | None = None
     for index, keywords in enumerate(points):
         choice = Choice(keywords, keywords["tokens"])
         if (
-            smaller := next((one for one in found if _takes_less(one, choice, recompute, available)), None)
+            smaller := next((one for one in choices if _takes_less(one, choice, recompute, available)), None)
         ) is not None:
-            found.append(dataclasses.replace(choice, reason=f"takes more than {smaller}"))
+            choices.append(dataclasses.replace(choice, reason=f"takes more than {smaller}"))
             continue
         if progress is not None:
             progress(f"{index + 1} of {len(points)}: {choice}")
@@ -250,11 +250,11 @@ def choose(
             choice = dataclasses.replace(choice, reason=f"{type(error).__name__}: {str(error).partition('\n')[0]}")
         if choice.peak is not None and choice.peak > available:
             choice = dataclasses.replace(choice, reason=choice.reason or "does not fit")
-        found.append(choice)
-    if last is not None and all(choice.peak is None for choice in found):
+        choices.append(choice)
+    if last is not None and all(choice.peak is None for choice in choices):
         raise last
-    fitting = sorted((choice for choice in found if not choice.reason), key=lambda choice: -choice.tokens_per_second)
-    others = tuple(choice for choice in found if choice.reason)
+    fitting = sorted((choice for choice in choices if not choice.reason), key=lambda choice: -choice.tokens_per_second)
+    others = tuple(choice for choice in choices if choice.reason)
     return Choices(chosen, available, tuple(fitting), others, compiler.code)
 
 
@@ -317,7 +317,7 @@ class _Compiler:
 
     def _key(self, traced: Traced, step: Any, args: tuple[Any, ...]) -> str:
         """A name for all that the figures depend on: the program itself, so that a changed model is another."""
-        own = getattr(step, "compiler_options", None)
+        options_of = getattr(step, "compiler_options", None)
         flags = XlaFlags.of_environment(platform=self.device.hardware.platform).values
         decides = (
             # Its description too, which is not in its text.
@@ -325,7 +325,7 @@ class _Compiler:
             dict(traced.mesh.shape),
             flags,
             self.options,
-            None if own is None else own(*args, device=self.device.hardware),
+            None if options_of is None else options_of(*args, device=self.device.hardware),
             _ASSUMPTIONS,
             *(importlib.metadata.version(package) for package in ("haliax-fp8", "jax", "jaxlib")),
         )

@@ -95,11 +95,11 @@ def read_collective(
         product_operands: The results of gathers, and parts passed on, that become operands of products.
         multiplying: The launches that multiply.
     """
-    given = tuple(array for operand in site.operands for array in operand.instruction.shape.arrays)
+    operands = tuple(array for operand in site.operands for array in operand.instruction.shape.arrays)
     made = site.results
     devices = site.instruction.devices_in_group(site.module.devices)
     # Some have operands besides those that they return: where to put what they receive, and how much of it.
-    wires = [_wire(kind, before, after, devices) for before, after in zip(given, made, strict=False)]
+    wires = [_wire(kind, before, after, devices) for before, after in zip(operands, made, strict=False)]
     parts = tuple(
         Part(shape.dtype, wire, (site.computation.name, site.instruction.name, index) in product_operands)
         for index, (shape, wire) in enumerate(zip(made, wires, strict=True))
@@ -111,7 +111,7 @@ def read_collective(
     return Collective(
         kind=kind,
         dtype=max(made, key=lambda shape: shape.bytes).dtype,
-        bytes=max(sum(shape.bytes for shape in shapes) for shapes in (given, made)),
+        bytes=max(sum(shape.bytes for shape in shapes) for shapes in (operands, made)),
         executions=site.executions,
         scope=site.instruction.op_name,
         devices=devices,
@@ -144,14 +144,14 @@ def _between(begin: Site, end: str, multiplying: Sequence[Multiplying]) -> tuple
     # It runs once it has its operands, which it may get after its start.
     ready = [begin, *(after for after in begin.continuations if len(after.operands) > 1)][-1]
     within = set(order[order.index(ready.instruction.name) + 1 : order.index(end)])
-    found: list[str] = []
+    products: list[str] = []
     for one in multiplying:
         site: Site | None = one.launch
         while site is not None and site.computation is not begin.computation:
             site = site.caller
         if site is not None and site.instruction.name in within:
-            found += one.names
-    return tuple(found)
+            products += one.names
+    return tuple(products)
 
 
 def fp8_share_of_gathers(collectives: Sequence[Collective]) -> float | None:
@@ -161,9 +161,9 @@ def fp8_share_of_gathers(collectives: Sequence[Collective]) -> float | None:
         collectives: All collectives of a program.
     """
     sent = [
-        (part.dtype, part.wire * found.executions)
-        for found in collectives
-        for part in found.parts
+        (part.dtype, part.wire * collective.executions)
+        for collective in collectives
+        for part in collective.parts
         if part.feeds_product
     ]
     total = sum(wire for _, wire in sent)

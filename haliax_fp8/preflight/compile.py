@@ -83,8 +83,8 @@ class Traced:
             program = jax.jit(inputs.call).trace({}, inputs.abstract)
             if donated := _donated(program, inputs):
                 rest = {name: x for name, x in inputs.abstract.items() if name not in donated}
-                given = {name: inputs.abstract[name] for name in donated}
-                program = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
+                donated_arrays = {name: inputs.abstract[name] for name in donated}
+                program = jax.jit(inputs.call, donate_argnums=0).trace(donated_arrays, rest)
         on_host, on_device = (inputs.bytes_of(on_host=there) for there in (True, False))
         return Traced(program, mesh, on_device, on_host, time.perf_counter() - begin)
 

@@ -111,10 +111,10 @@ class LocalDevice(CompilableDevice):
 
     def devices(self, count: int) -> Sequence[Any]:
         """The first of `jax.devices()`."""
-        found = jax.devices()
-        if len(found) < count:
-            raise ValueError(f"devices={count}, but this machine has {len(found)}; name a device to compile for more")
-        return found[:count]
+        local = jax.devices()
+        if len(local) < count:
+            raise ValueError(f"devices={count}, but this machine has {len(local)}; name a device to compile for more")
+        return local[:count]
 
 
 CUDNN = "9.28.1"
@@ -303,8 +303,8 @@ class CompilableTpu(CompilableDevice):
             raise RuntimeError(missing)
         shapes = _FLAT if self.topology in _IN_TWO_DIMENSIONS else _DEEP
         for shape in shapes:
-            if len(found := self._slice(shape)) >= count:
-                return found[:count]
+            if len(slice_devices := self._slice(shape)) >= count:
+                return slice_devices[:count]
         most = len(self._slice(shapes[-1]))
         raise ValueError(f"devices={count} is more than the largest slice has: {most} {self.kind}s")
 

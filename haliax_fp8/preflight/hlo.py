@@ -29,18 +29,17 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        found = (i for i in self if i.opcode == "parameter")
-        return tuple(sorted(found, key=lambda i: i.parameter_number))
+        return tuple(sorted((i for i in self if i.opcode == "parameter"), key=lambda i: i.parameter_number))
 
     @functools.cached_property
     def users(self) -> dict[str, tuple[Instruction, ...]]:
         """The instructions that read each instruction's value."""
-        found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        readers: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self:
             if instruction.opcode not in ("parameter", "constant"):
                 for name in dict.fromkeys(instruction.operands):
-                    found[name].append(instruction)
-        return {name: tuple(users) for name, users in found.items()}
+                    readers[name].append(instruction)
+        return {name: tuple(users) for name, users in readers.items()}
 
 
 @dataclasses.dataclass(frozen=True)

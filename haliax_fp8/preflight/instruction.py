@@ -275,10 +275,10 @@ class Instruction:
 
     def called(self, *names: str) -> tuple[str, ...]:
         """The computations that attributes name."""
-        found: list[str] = []
+        computations: list[str] = []
         for name in names:
-            found += re.findall(r"%?([\w.\-]+)", self.attributes.get(name, ""))
-        return tuple(found)
+            computations += re.findall(r"%?([\w.\-]+)", self.attributes.get(name, ""))
+        return tuple(computations)
 
     @property
     def parameter_number(self) -> int:
@@ -381,8 +381,8 @@ class Instruction:
             return Call.PRODUCT
         if self.is_quantizing:
             return Call.OTHER
-        found = {known: call for call, names in _CALLS.items() for known in names if name.startswith(known)}
-        return found[max(found, key=len)] if found else Call.UNKNOWN
+        by_prefix = {known: call for call, names in _CALLS.items() for known in names if name.startswith(known)}
+        return by_prefix[max(by_prefix, key=len)] if by_prefix else Call.UNKNOWN
 
     @property
     def custom_call_name(self) -> str:

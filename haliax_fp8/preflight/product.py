@@ -307,13 +307,13 @@ class Program(Printable):
         Args:
             *verdicts: As in `Product.format_among`.
         """
-        found: dict[str, list[Product]] = {"FP4": [], "FP8": []}
+        by_name: dict[str, list[Product]] = {"FP4": [], "FP8": []}
         for product in self._multiplying:
-            found.setdefault(product.format_among(verdicts), []).append(product)
+            by_name.setdefault(product.format_among(verdicts), []).append(product)
         flops = sum(product.flops for product in self._multiplying) or 1
         return {
             name: InFormat(sum(p.executions for p in products), sum(p.flops for p in products) / flops)
-            for name, products in found.items()
+            for name, products in by_name.items()
         }
 
     @property
@@ -331,10 +331,10 @@ class Program(Printable):
         Args:
             *verdicts: As in `Product.format_among`.
         """
-        found = {name: one.share for name, one in self.by_format(*verdicts).items() if one.products}
-        if not found.keys() & {"FP4", "FP8"}:
-            found = {"FP8": 0.0} | found
-        first, *rest = (f"{share:.1%} of the FLOPs in {name}" for name, share in found.items())
+        shares = {name: one.share for name, one in self.by_format(*verdicts).items() if one.products}
+        if not shares.keys() & {"FP4", "FP8"}:
+            shares = {"FP8": 0.0} | shares
+        first, *rest = (f"{share:.1%} of the FLOPs in {name}" for name, share in shares.items())
         rest = [words.replace(" of the FLOPs", "") for words in rest]
         return " and ".join(filter(None, (", ".join([first, *rest[:-1]]), *rest[-1:])))
 

@@ -35,15 +35,15 @@ class Site:
     @property
     def continuations(self) -> tuple["Site", ...]:
         """The instructions that continue an asynchronous operation, which this one starts, and the one that ends it."""
-        found: list[Site] = []
+        continuations: list[Site] = []
         current = self
         while self.instruction.begins and not current.instruction.opcode.endswith(DONE):
             users = (user for user in self.computation.users[current.instruction.name] if user.ends)
             if (user := next(users, None)) is None:
                 break
             current = self.beside(user.name)
-            found.append(current)
-        return tuple(found)
+            continuations.append(current)
+        return tuple(continuations)
 
     @property
     def arguments(self) -> tuple["Site", ...]:
@@ -60,12 +60,12 @@ class Site:
     def results(self) -> tuple[Shape, ...]:
         """The arrays that it makes; an instruction that only starts an operation returns its operands before them."""
         got = self.instruction.shape.arrays
-        given = sum(len(operand.instruction.shape.arrays) for operand in self.operands)
+        operand_count = sum(len(operand.instruction.shape.arrays) for operand in self.operands)
         if self.instruction.opcode == COPY_START:
             return got[:1]
         if self.instruction.opcode == FUSION_START:
             return self.root(self.instruction.called("calls")[0]).instruction.shape.arrays
-        return got[given : 2 * given] if self.instruction.begins and len(got) > given else got
+        return got[operand_count : 2 * operand_count] if self.instruction.begins and len(got) > operand_count else got
 
     def root(self, name: str) -> "Site":
         """The result of a function that this instruction calls; a loop of unknown length calls it once."""
@@ -148,17 +148,17 @@ def _computed(site: Site) -> Site:
 
 def _number(site: Site) -> int | None:
     """The integer that a value is, if it is constant."""
-    found = _computed(site).instruction
-    text = found.operands[0] if found.opcode == "constant" and found.operands else ""
+    instruction = _computed(site).instruction
+    text = instruction.operands[0] if instruction.opcode == "constant" and instruction.operands else ""
     return int(text) if text.lstrip("-").isdigit() else None
 
 
 def element_of_carry(site: Site) -> int | None:
     """Which element of a loop's carry a value in its body or condition is, if it is an unchanged one."""
-    found = _computed(site)
-    if found.instruction.opcode != "get-tuple-element" or found.operands[0].instruction.opcode != "parameter":
+    element = _computed(site)
+    if element.instruction.opcode != "get-tuple-element" or element.operands[0].instruction.opcode != "parameter":
         return None
-    return int(found.instruction.attribute("index"))
+    return int(element.instruction.attribute("index"))
 
 
 def _added(result: Site, index: int) -> int | None:

@@ -85,8 +85,8 @@ class PreflightReport(Printable):
     def speedup_range(self) -> tuple[float, float] | None:
         """The least and the most of `speedup`, with the shares of peaks that were measured."""
         # Not the ends alone: leaving out the time of launches can lower the ratio.
-        found = [self._speedup(efficiency) for efficiency in (LEAST_GAIN, WHOLE_STEP, MOST_GAIN)]
-        known = [speedup for speedup in found if speedup is not None]
+        speedups = [self._speedup(efficiency) for efficiency in (LEAST_GAIN, WHOLE_STEP, MOST_GAIN)]
+        known = [speedup for speedup in speedups if speedup is not None]
         return (min(known), max(known)) if known else None
 
     def _estimate(self, program: Program | None, efficiency: Efficiency = WHOLE_STEP) -> Estimate | None:
@@ -112,46 +112,46 @@ class PreflightReport(Printable):
     @property
     def findings(self) -> tuple[str, ...]:
         """What a reader should know about the step, worst first."""
-        found = findings(self.step, self.baseline, self.device)
+        sentences = findings(self.step, self.baseline, self.device)
         if not self.dropped:
-            return found
+            return sentences
         lost = XlaFlags().with_options(self.dropped)
         remedy = "call it outside, or give that jit compiler_options=step.compiler_options(model)"
-        return (f"a TrainStep inside another jit loses its option {lost}: {remedy}", *found)
+        return (f"a TrainStep inside another jit loses its option {lost}: {remedy}", *sentences)
 
     @property
     def caveats(self) -> tuple[str, ...]:
         """What the report does not know."""
-        found = [] if self.device.peaks else ["no peaks are known, so no times are estimated"]
+        caveats = [] if self.device.peaks else ["no peaks are known, so no times are estimated"]
         is_here = isinstance(self.device, LocalDevice)
         if not is_here and any(product.implementation.startswith(TRITON) for product in self.step.products):
-            found.append(
+            caveats.append(
                 "no GPU, so no autotuner: a product shown in Triton may run in cuBLASLt on the device, with the same "
                 "operands, if XLA finds that faster"
             )
         if self.step.unknown_loops:
-            found.append(f"{self.step.unknown_loops} loops of unknown length are counted as running once")
+            caveats.append(f"{self.step.unknown_loops} loops of unknown length are counted as running once")
         if self.step.branches:
-            found.append(f"all branches of {self.step.branches} conditionals are counted")
+            caveats.append(f"all branches of {self.step.branches} conditionals are counted")
         for whose, program in (("", self.step), (" of the baseline", self.baseline)):
             if program is not None and program.opaque:
                 names = ", ".join(sorted({call.name for call in program.opaque}))
                 what = f"{len(program.opaque)} launches{whose}"
-                found.append(f"{what} cannot be analyzed, and are not in the times: {names}")
+                caveats.append(f"{what} cannot be analyzed, and are not in the times: {names}")
         if any(product.in_attention for product in self.step.products):
-            found.append(
+            caveats.append(
                 "whether cuDNN has a GPU kernel for each fused attention, and how much memory it needs, is known only "
                 "on the device"
             )
         if self.step.memory.ignores_host:
-            found.append(
+            caveats.append(
                 f"{size(self.step.memory.host)} of the arguments are in the host's memory, which the compiler's "
                 f"description of {self.device.kind} does not have: XLA planned the step as if they were on the device, "
                 "without the copies between the two, and counts a donated one as overwritten"
             )
         if self._collectives:
-            found.append("the times do not include communication")
-        return tuple(found)
+            caveats.append("the times do not include communication")
+        return tuple(caveats)
 
     def require(
         self,
@@ -177,8 +177,8 @@ class PreflightReport(Printable):
             ValueError: If a requirement is not a finite number, or needs a baseline, an estimate or several devices,
                 and the report lacks it.
         """
-        given = {"fp8_flops": fp8_flops, "asked_flops": asked_flops, "fp8_gathers": fp8_gathers}
-        for name, bound in {**given, "peak_memory_ratio": peak_memory_ratio, "speedup": speedup}.items():
+        shares = {"fp8_flops": fp8_flops, "asked_flops": asked_flops, "fp8_gathers": fp8_gathers}
+        for name, bound in {**shares, "peak_memory_ratio": peak_memory_ratio, "speedup": speedup}.items():
             if bound is not None:  # NaN would be met by every step
                 require_number(name, bound, "0.9", "require")
         failures = []
@@ -228,10 +228,10 @@ class PreflightReport(Printable):
         if share is None or share >= least:
             return []
         wide = [
-            f"  {found.kind} of {part.dtype}, {size(part.wire)} each time, {found.executions} times, in "
-            + (label(found.scope) or found.scope)
-            for found in self.step.collectives
-            for part in found.parts
+            f"  {collective.kind} of {part.dtype}, {size(part.wire)} each time, {collective.executions} times, in "
+            + (label(collective.scope) or collective.scope)
+            for collective in self.step.collectives
+            for part in collective.parts
             if part.feeds_product and not is_narrow(part.dtype)
         ]
         more = [f"  and {len(wide) - 20} more"] if len(wide) > 20 else []
@@ -295,19 +295,19 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
     def with_properties(value: Any, *names: str) -> dict[str, Any]:
         return dataclasses.asdict(value) | {name: getattr(value, name) for name in names}
 
-    def program(found: Program | None, estimate: Estimate | None) -> dict[str, Any] | None:
-        if found is None:
+    def program_facts(program: Program | None, estimate: Estimate | None) -> dict[str, Any] | None:
+        if program is None:
             return None
-        fields = with_properties(found, "flops", "useful_flops", "fp8_share", "fp8_gathers")
+        fields = with_properties(program, "flops", "useful_flops", "fp8_share", "fp8_gathers")
         del fields["text"]  # Longer than all the rest.
         of_product, of_collective = ("format", "flops", "useful_flops"), ("wire", "sent", "reduces_gradients")
-        by_format = found.by_format(*report.asked)
+        by_format = program.by_format(*report.asked)
         return fields | {
-            "products": [with_properties(p, *of_product) | {"verdict": p.verdict.value} for p in found.products],
-            "collectives": [with_properties(collective, *of_collective) for collective in found.collectives],
-            "others": with_properties(found.others, "count", "bytes"),
+            "products": [with_properties(p, *of_product) | {"verdict": p.verdict.value} for p in program.products],
+            "collectives": [with_properties(collective, *of_collective) for collective in program.collectives],
+            "others": with_properties(program.others, "count", "bytes"),
             "by_format": {name: dataclasses.asdict(one) for name, one in by_format.items()},
-            "rotations": sum(product.executions for product in found.rotations),
+            "rotations": sum(product.executions for product in program.rotations),
             "estimate": estimate and with_properties(estimate, "total"),
         }
 
@@ -322,8 +322,8 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
             "peaks": device.peaks and dataclasses.asdict(device.peaks),
         },
         "mesh": report.mesh,
-        "step": program(report.step, report.estimate),
-        "baseline": program(report.baseline, report.baseline_estimate),
+        "step": program_facts(report.step, report.estimate),
+        "baseline": program_facts(report.baseline, report.baseline_estimate),
         **{name: getattr(report, name) for name in figures},
     }
 
@@ -350,53 +350,53 @@ def first_line(flags: XlaFlags, device: CompilableDevice, step: Program, other: 
 def _changes(device: CompilableDevice, step: Program, other: Program) -> list[str]:
     """What the other setting changes, as `there instead of here`."""
     shares = other.words(Verdict.FP8), step.words(Verdict.FP8)
-    found = [
+    changes = [
         f"{shares[0]}{' too' if shares[0] == shares[1] else f' instead of {shares[1]}'}",
         f"{other.others.count} other launches instead of {step.others.count}",
     ]
     if device.peaks is not None:
         times = (1e3 * program.estimate(Roofline(device.peaks, WHOLE_STEP)).total for program in (other, step))
-        found.append("an estimated {:.3g} ms instead of {:.3g}".format(*times))
+        changes.append("an estimated {:.3g} ms instead of {:.3g}".format(*times))
     here, there = (imprecise_sums(program, device) for program in (step, other))
     if here != there:
-        found.append(
+        changes.append(
             "dgrad and wgrad accumulate in full float32"
             if here
             else "dgrad and wgrad do not accumulate in full float32"
         )
-    return found
+    return changes
 
 
 def findings(step: Program, baseline: Program | None, device: CompilableDevice) -> tuple[str, ...]:
     """One sentence for each thing that costs speed or precision, or makes the comparison mean less; worst first."""
-    found = []
+    sentences = []
     by_reason: dict[tuple[Verdict, str], list[Product]] = {}
     for product in step.without_fp8:
         by_reason.setdefault((product.verdict, product.reason), []).append(product)
     for (verdict, reason), products in by_reason.items():
         share = sum(product.flops for product in products) / (step.flops or 1)
         how = "in high precision" if verdict is Verdict.HIGH_PRECISION else verdict.value
-        found.append(f"{share:.1%} of the FLOPs are {how}: {reason}")
+        sentences.append(f"{share:.1%} of the FLOPs are {how}: {reason}")
     if widened := _runs(step, lambda product: product.is_fp8 and bool(product.widened)):
-        found.append(
+        sentences.append(
             f"products that read FP8 and widen it inside their Triton kernel: {widened}; on the device XLA times it "
             "against cuBLASLt's FP8 product and uses the faster one"
         )
     in_fp4 = _runs(step, lambda product: product.is_fp8 and product.format == "FP4")
     if in_fp4 and isinstance(device, CompilableGpu) and not device.scales_inside:
         newer = ".".join(map(str, SCALES_INSIDE))
-        found.append(
+        sentences.append(
             f"cuDNN {device.cudnn} leaves the scales of tensors to XLA, in two launches after each of {in_fp4} FP4 "
             f"products: install {newer} or newer"
         )
     if partial := imprecise_sums(step, device):
-        found.append(
+        sentences.append(
             f"dgrad and wgrad products in Triton, which does not accumulate FP8 in full float32 on Hopper: {partial}; "
             f"with {TRITON_PRODUCTS}=false cuBLASLt does"
         )
     if grouped := [product for product in step.products if product.groups > 1]:
         executed, useful = sum(p.flops for p in grouped), sum(p.useful_flops for p in grouped)
-        found.append(
+        sentences.append(
             f"grouped products compute {operations(executed)}, of which {operations(useful)} are useful: XLA "
             "multiplies every row by the kernels of all groups, and keeps one"
         )
@@ -404,23 +404,23 @@ def findings(step: Program, baseline: Program | None, device: CompilableDevice) 
     if padded := list(filter(is_padded, step.products)):
         sizes = sorted(set(", ".join(product.indivisible for product in padded).split(", ")))
         count = sum(product.executions for product in padded)
-        found.append(f"{count} FP8 products are padded, because sizes are not multiples of 16: {', '.join(sizes)}")
+        sentences.append(f"{count} FP8 products are padded, because sizes are not multiples of 16: {', '.join(sizes)}")
     if step.elementwise:
         names, more = step.elementwise[:10], len(step.elementwise[10:])
-        found.append(
+        sentences.append(
             "XLA computes products with a single row or column element by element, not in FP8, and no figure here "
             f"counts them: {', '.join(names)}{f' and {more} more' if more else ''}"
         )
     if wide := _runs(step, lambda product: product.compute == "f32"):
         # XLA may leave out a cast to bfloat16 that is followed by the quantization, so the model may have one.
         what = "1 product quantizes" if wide == 1 else f"{wide} products quantize"
-        found.append(
+        sentences.append(
             f"{what} weights from float32: unless the loss casts the model to bfloat16, it computes in float32; "
             "cast_params(model, jnp.bfloat16) casts it"
         )
     in_float32 = sum(product.flops for product in baseline.products if product.written == "f32") if baseline else 0
     if baseline is not None and 2 * in_float32 > baseline.flops:
-        found.append("the baseline computes in float32: compare with bf16, which is also faster without FP8")
+        sentences.append("the baseline computes in float32: compare with bf16, which is also faster without FP8")
     for name, program in {"step": step, "baseline": baseline}.items():
         if (
             program is not None
@@ -428,16 +428,16 @@ def findings(step: Program, baseline: Program | None, device: CompilableDevice) 
             and program.estimate(Roofline(device.peaks, WHOLE_STEP)).is_launch_bound
         ):
             runs = program.others.count + _runs(program, lambda product: True)
-            found.append(
+            sentences.append(
                 f"the {name} is launch-bound: the overhead of its {runs} launches takes longer than all their work "
                 f"({program.others.small} move less than 1 MB)"
             )
     if baseline is not None and (step.collectives or baseline.collectives):
-        found.append(
+        sentences.append(
             "no speedup is estimated: the times do not include communication between devices, an unknown part of "
             "which overlaps with other work"
         )
-    return tuple(found)
+    return tuple(sentences)
 
 
 def imprecise_sums(step: Program, device: CompilableDevice) -> int:

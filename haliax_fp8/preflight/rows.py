@@ -49,12 +49,12 @@ class Row:
     @property
     def alike(self) -> Iterable[list[Product]]:
         """The products, those together that differ only in their layer."""
-        found: dict[tuple[str, Product], list[Product]] = {}
+        groups: dict[tuple[str, Product], list[Product]] = {}
         for product in self.products:
             where = "" if self.has_weight else label(product.scope)
             kind = dataclasses.replace(product, layer="", scope="", bytes=0, executions=0)
-            found.setdefault((where, kind), []).append(product)
-        return found.values()
+            groups.setdefault((where, kind), []).append(product)
+        return groups.values()
 
 
 def rows(program: Program) -> list[Row]:
@@ -65,18 +65,18 @@ def rows(program: Program) -> list[Row]:
     Args:
         program: The step.
     """
-    found: dict[str, list[Product]] = {}
+    by_layer: dict[str, list[Product]] = {}
     between: list[Product] = []
     for product in program.products:
-        (found.setdefault(product.layer, []) if product.layer else between).append(product)
+        (by_layer.setdefault(product.layer, []) if product.layer else between).append(product)
     alike: dict[tuple[str, frozenset], list[str]] = {}
-    for path, products in found.items():
+    for path, products in by_layer.items():
         # The first layer of a model lacks dgrad, and is like the others all the same.
         sizes = {(p.batch, p.m, p.k, p.n) for p in products if side(p) == FPROP}
         how = frozenset(sizes | {_word(p) for p in products})
         alike.setdefault((without_numbers(path), how), []).append(path)
     layers = [
-        Row(in_one_name(paths), tuple(p for path in paths for p in found[path]), True) for paths in alike.values()
+        Row(in_one_name(paths), tuple(p for path in paths for p in by_layer[path]), True) for paths in alike.values()
     ]
     if between:
         is_attention = any(p.in_attention or "attention" in p.scope.lower() for p in between)
@@ -194,34 +194,34 @@ def sent(program: Program) -> Section:
     """
     groups: dict[tuple[str, str], list[Collective]] = {}
     bytes: dict[tuple[str, str], float] = {}
-    for found in program.collectives:
-        keys = [(_kind(found), _content(found, part)) for part in found.parts]
+    for collective in program.collectives:
+        keys = [(_kind(collective), _content(collective, part)) for part in collective.parts]
         for key in dict.fromkeys(keys):
-            groups.setdefault(key, []).append(found)
-        for key, part in zip(keys, found.parts, strict=True):
-            bytes[key] = bytes.get(key, 0.0) + part.wire * found.executions
+            groups.setdefault(key, []).append(collective)
+        for key, part in zip(keys, collective.parts, strict=True):
+            bytes[key] = bytes.get(key, 0.0) + part.wire * collective.executions
     lines = [
-        (*key, str(sum(found.executions for found in alike)), size(bytes[key]), _meanwhile(alike))
+        (*key, str(sum(collective.executions for collective in alike)), size(bytes[key]), _meanwhile(alike))
         for key, alike in groups.items()
     ]
     heads = "collective", "of", "runs", "sent", "meanwhile"
     return Section(heads, lines, wide=heads, figures=["runs", "sent"])
 
 
-def _kind(found: Collective) -> str:
-    return f"{found.kind} (max)" if found.reduction == MAXIMUM else found.kind
+def _kind(collective: Collective) -> str:
+    return f"{collective.kind} (max)" if collective.reduction == MAXIMUM else collective.kind
 
 
-def _content(found: Collective, part: Part) -> str:
-    if found.reduces_gradients:
+def _content(collective: Collective, part: Part) -> str:
+    if collective.reduces_gradients:
         return f"{part.dtype} gradients"
     return f"{part.dtype} operands" if part.feeds_product else part.dtype
 
 
 def _meanwhile(alike: list[Collective]) -> str:
-    if not any(found.is_asynchronous for found in alike):
+    if not any(collective.is_asynchronous for collective in alike):
         return "nothing"
-    least, most = (choose(len(found.meanwhile) for found in alike) for choose in (min, max))
+    least, most = (choose(len(collective.meanwhile) for collective in alike) for choose in (min, max))
     if least < most:
         return f"{least} to {most} products"
     return "1 product" if most == 1 else f"{most or 'no'} products"
@@ -277,9 +277,9 @@ def totals(programs: Sequence[Program], peaks: Peaks | None, asked: Collection[V
     formats.add("FP8")
 
     def listed(program: Program, word: Callable[[InFormat], str]) -> str:
-        found = program.by_format(*asked)
-        names = sorted(formats, key=list(dict.fromkeys((*found, *sorted(formats)))).index)
-        return ", ".join(f"{name} {word(found.get(name, InFormat(0, 0.0)))}" for name in names)
+        by_format = program.by_format(*asked)
+        names = sorted(formats, key=list(dict.fromkeys((*by_format, *sorted(formats)))).index)
+        return ", ".join(f"{name} {word(by_format.get(name, InFormat(0, 0.0)))}" for name in names)
 
     figures.append(
         (
@@ -309,8 +309,8 @@ def totals(programs: Sequence[Program], peaks: Peaks | None, asked: Collection[V
 
 
 def _time(program: Program, peaks: Peaks) -> str:
-    likely, *_ = found = [program.estimate(Roofline(peaks, e)).total for e in (WHOLE_STEP, SLOWEST, FASTEST)]
-    return f"{1e3 * likely:.3g} ms ({1e3 * min(found):.3g} to {1e3 * max(found):.3g})"
+    likely, *_ = times = [program.estimate(Roofline(peaks, e)).total for e in (WHOLE_STEP, SLOWEST, FASTEST)]
+    return f"{1e3 * likely:.3g} ms ({1e3 * min(times):.3g} to {1e3 * max(times):.3g})"
 
 
 def _rotating(program: Program) -> int:
@@ -325,8 +325,8 @@ def _rotations(program: Program) -> str:
 def _collectives(program: Program) -> str:
     """Kinds and formats with the bytes that a device sends in a step."""
     sums: dict[str, float] = {}
-    for found in program.collectives:
-        for part in found.parts:
-            name = f"{found.kind} {part.dtype}"
-            sums[name] = sums.get(name, 0) + part.wire * found.executions
+    for collective in program.collectives:
+        for part in collective.parts:
+            name = f"{collective.kind} {part.dtype}"
+            sums[name] = sums.get(name, 0) + part.wire * collective.executions
     return ",\n".join(f"{name} {size(total)}" for name, total in sums.items()) or "none"

@@ -68,12 +68,12 @@ def inspect_step(
     its_mesh = make_mesh(chosen, devices, mesh)
     trace = partial(Traced.of, mesh=its_mesh, shardings=shardings)
     traced = trace(step_fn, args)
-    own, dropped = _options_of_step(step_fn, args, traced, chosen.hardware)
-    given = {**own, **(compiler_options or {})}
-    flags = XlaFlags.of_environment(platform=chosen.hardware.platform).with_options(given)
+    step_options, dropped = _options_of_step(step_fn, args, traced, chosen.hardware)
+    xla_options = {**step_options, **(compiler_options or {})}
+    flags = XlaFlags.of_environment(platform=chosen.hardware.platform).with_options(xla_options)
 
     def program(traced: Traced, arguments: tuple[Any, ...], **more: Any) -> Program:
-        options = {**given, **more}
+        options = {**xla_options, **more}
         compiled = compile_for(traced, device=chosen, flags=flags.with_options(options), options=options)
         reasons = {path: why for argument in arguments for path, why in reasons_of_layers(argument).items()}
         return analyze(compiled, chosen, reasons)

@@ -386,7 +386,7 @@ def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[_
         while start.instruction.opcode == words.CALL_UPDATE:
             start = start.operands[0]
         (name,) = start.instruction.subprograms
-        numbers = (i for i, given in enumerate(start.arguments) if given.instruction.name == value.instruction.name)
+        numbers = (i for i, arg in enumerate(start.arguments) if arg.instruction.name == value.instruction.name)
         return [(_parameter(start, name, number), path) for number in numbers]
     inner = instruction.subprograms
     if opcode == "conditional":
@@ -424,9 +424,9 @@ def matching(outputs: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...
         ('model.layers.0.weight',)
     """
     inner = {argument: argument.partition(".")[2] for argument in arguments}
-    found = []
+    matches = []
     for output in outputs:
         fits = [name for name, path in inner.items() if path and (output == path or output.endswith(f".{path}"))]
         if fits:
-            found.append(min(fits, key=lambda path: path.count(".")))
-    return tuple(dict.fromkeys(found))
+            matches.append(min(fits, key=lambda path: path.count(".")))
+    return tuple(dict.fromkeys(matches))

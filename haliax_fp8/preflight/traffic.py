@@ -76,13 +76,13 @@ def touched(launch: Site) -> int:
 
 def _users(site: Site) -> list[Site]:
     """The instructions of a fusion that read a value, directly or under other names."""
-    found = []
+    readers = []
     for user in site.computation.users[site.instruction.name]:
         other = site.beside(user.name)
         is_name = user.opcode in (BITCAST, "get-tuple-element")
         # The result of a fusion within a fusion may be its operand under another name.
-        found += _users(other) if is_name and not user.is_root else [other]
-    return found
+        readers += _users(other) if is_name and not user.is_root else [other]
+    return readers
 
 
 def _read(parameter: Site) -> int:

@@ -31,12 +31,12 @@ class Written:
 
 def written_products(text: str) -> dict[str, list[Written]]:
     """The products in the text of `lowered.as_text("hlo", debug_info=True)`, by their stack of named scopes."""
-    found: dict[str, list[Written]] = {}
+    by_scope: dict[str, list[Written]] = {}
     for site in launches(entry_sites(parse_hlo(text))):
         if (size := dimensions(site)) is not None:
             lhs, rhs = (origin(operand) for operand in site.operands[:2])
-            found.setdefault(_full_scope(site), []).append(Written(size, lhs, rhs))
-    return found
+            by_scope.setdefault(_full_scope(site), []).append(Written(size, lhs, rhs))
+    return by_scope
 
 
 def candidates(written: Mapping[str, list[Written]], scope: str) -> list[Written]:

@@ -193,8 +193,8 @@ def test_the_report_of_a_cpu_counts_what_is_emulated(training, capsys):
 
 
 def test_flops_have_units():
-    found = [operations(count) for count in (0, 512, 999.4, 999.6, 3.161e12, 7.246e14, 2e18)]
-    assert found == ["0 FLOP", "512 FLOP", "999 FLOP", "1 kFLOP", "3.16 TFLOP", "725 TFLOP", "2 EFLOP"]
+    texts = [operations(count) for count in (0, 512, 999.4, 999.6, 3.161e12, 7.246e14, 2e18)]
+    assert texts == ["0 FLOP", "512 FLOP", "999 FLOP", "1 kFLOP", "3.16 TFLOP", "725 TFLOP", "2 EFLOP"]
 
 
 @pytest.mark.slow

@@ -186,8 +186,8 @@ def test_sizes_that_do_not_fit(sizes, message):
 def mean_cross_entropy(model, tokens):
     """By the definition, of all tokens at once."""
     log_shares = jax.nn.log_softmax(model(tokens).rearrange(("batch", "position", "vocab")).array, axis=-1)
-    found = jnp.take_along_axis(log_shares[:, :-1], tokens.array[:, 1:, None], axis=-1)
-    return -found.mean()
+    target_log_shares = jnp.take_along_axis(log_shares[:, :-1], tokens.array[:, 1:, None], axis=-1)
+    return -target_log_shares.mean()
 
 
 @pytest.mark.more
@@ -197,9 +197,9 @@ def test_the_loss_of_parts_is_that_of_all_tokens(tokens, tied_head):
     expected, gradient = eqx.filter_jit(eqx.filter_value_and_grad(mean_cross_entropy))(model, tokens)
     for at_once in (8,) if tied_head else (8, 1):
         loss = eqx.filter_value_and_grad(partial(next_token_loss, at_once=at_once))
-        found, of_model = eqx.filter_jit(loss)(model, tokens)
+        loss_in_parts, of_model = eqx.filter_jit(loss)(model, tokens)
         # Sums of 22 numbers in float32, in another order.
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        np.testing.assert_allclose(loss_in_parts, expected, rtol=1e-6)
         for a, b in zip(jax.tree.leaves(of_model), jax.tree.leaves(gradient), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
@@ -234,6 +234,6 @@ def test_fused_attention_is_given_what_causal_attention_is():
     key, value = (hax.random.normal(jax.random.key(i), (Batch, Position, KvHeads, HeadDim)) for i in (1, 2))
     rotary = rotary_tables(Position, HeadDim, 100.0)
     attend = partial(fused_causal_attention, attention=jax.nn.dot_product_attention)
-    found = attend(query, key, value, *rotary).rearrange(query.axes)
+    fused = attend(query, key, value, *rotary).rearrange(query.axes)
     expected = causal_attention(query, key, value, *rotary).rearrange(query.axes)
-    np.testing.assert_allclose(found.array, expected.array, atol=1e-5)
+    np.testing.assert_allclose(fused.array, expected.array, atol=1e-5)

@@ -43,8 +43,8 @@ def test_a_row_of_the_catalog_is_all_that_a_device_needs():
             ):
                 as_compilable(row.name)
         else:
-            found = compilable_devices[row.name]
-            assert (found.name, found.kind, found.hardware, found.peaks) == (row.name, row.kind, device, row.peaks)
+            target = compilable_devices[row.name]
+            assert (target.name, target.kind, target.hardware, target.peaks) == (row.name, row.kind, device, row.peaks)
             assert row.peaks.fp8 >= row.peaks.bf16 >= row.peaks.f32 > 0 and row.peaks.source
 
 

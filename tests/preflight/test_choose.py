@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(folder):
+def choices(folder):
     """Of a search that was stopped at its third choice, and called again."""
     seen = []
 
@@ -69,12 +69,12 @@ def found(folder):
     return choose(make_step, **options)
 
 
-def test_all_that_fit_by_tokens_per_second(found):
+def test_all_that_fit_by_tokens_per_second(choices):
     """Against reports of their own, which are compiled once more: what was kept of the first call is right."""
-    assert len(found.fitting) == 8 and not found.others
-    rates = [choice.tokens_per_second for choice in found.fitting]
-    assert rates == sorted(rates, reverse=True) and len({str(choice) for choice in found.fitting}) == 8
-    for choice in found.fitting[::3]:
+    assert len(choices.fitting) == 8 and not choices.others
+    rates = [choice.tokens_per_second for choice in choices.fitting]
+    assert rates == sorted(rates, reverse=True) and len({str(choice) for choice in choices.fitting}) == 8
+    for choice in choices.fitting[::3]:
         step, args = make_step(**choice.keywords)
         report = inspect_step(step, *args, device=TOY)
         assert choice.peak == report.step.memory.peak and choice.fp8_share == report.fp8_share
@@ -82,16 +82,16 @@ def test_all_that_fit_by_tokens_per_second(found):
         assert choice.range[0] < choice.tokens_per_second < choice.range[1]
 
 
-def test_the_printed_lines_make_the_first_choice(found):
-    code = found.code(found.fitting[0])
-    assert str(found).endswith(f"first.\n\n{code}")
+def test_the_printed_lines_make_the_first_choice(choices):
+    code = choices.code(choices.fitting[0])
+    assert str(choices).endswith(f"first.\n\n{code}")
     namespace = {"device": TOY, "make_step": make_step}
     exec(code, namespace)
-    assert namespace["report"].step.memory.peak == found.fitting[0].peak
-    assert found.fitting[0].tokens / namespace["report"].estimate.total == found.fitting[0].tokens_per_second
+    assert namespace["report"].step.memory.peak == choices.fitting[0].peak
+    assert choices.fitting[0].tokens / namespace["report"].estimate.total == choices.fitting[0].tokens_per_second
 
 
-def test_what_was_compiled_is_read_again_unless_the_program_changed(found, folder):
+def test_what_was_compiled_is_read_again_unless_the_program_changed(choices, folder):
     options = {"recipes": [None], "recompute": [True], "tokens": [256], "device": TOY, "memory": 1e9, "cache": folder}
     file = next(file for file in folder.iterdir() if "None, tokens=256, recompute=True" in file.read_text())
     original = file.read_text()
@@ -105,8 +105,8 @@ def test_what_was_compiled_is_read_again_unless_the_program_changed(found, folde
         file.write_text(original)
 
 
-def test_what_needs_more_than_what_does_not_fit_is_not_compiled(found, folder):
-    peak = {tuple(choice.keywords.values()): choice.peak for choice in found.fitting}
+def test_what_needs_more_than_what_does_not_fit_is_not_compiled(choices, folder):
+    peak = {tuple(choice.keywords.values()): choice.peak for choice in choices.fitting}
     assert peak[None, 256, True] < peak[None, 256, False] < peak[None, 1024, False]
     made = []
 
@@ -141,12 +141,12 @@ def test_ranges_that_overlap_are_too_close_to_call():
     close = Choice({"recipe": "c"}, 200, 0, ((2.6, 2.8), (4.3, 4.5)))
     # 4 % slower under each, which is what two errors of 2.4 % can be.
     nearly = Choice({"recipe": "d"}, 100, 0, ((1.25, 1.25), (2.29, 2.29)))
-    found = Choices(TOY, 1e9, (first, close, nearly, slower), (), lambda choice: f"code of {choice}")
-    assert found.too_close_to_call == (close, nearly)
+    choices = Choices(TOY, 1e9, (first, close, nearly, slower), (), lambda choice: f"code of {choice}")
+    assert choices.too_close_to_call == (close, nearly)
     assert first.tokens_per_second == pytest.approx(100 / 1.2) and first.range == pytest.approx((100 / 2.2, 100.0))
-    rows = [line for line in str(found).splitlines() if line.strip()[:2] in ("a ", "b ", "c ", "d ")]
+    rows = [line for line in str(choices).splitlines() if line.strip()[:2] in ("a ", "b ", "c ", "d ")]
     assert ["too close to call" in row for row in rows] == [False, True, True, False]
-    assert str(found).endswith("code of recipe='a'")
+    assert str(choices).endswith("code of recipe='a'")
 
 
 def test_communication_is_in_the_range():

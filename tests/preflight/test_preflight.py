@@ -195,9 +195,9 @@ def test_block_scaling_that_is_emulated(recipe):
 
 def test_a_product_that_the_recipe_keeps():
     report = report_of("local", converted(fp8.Fp8Config(recipe="rowwise_wgrad_bf16")))
-    kept = [p for p in report.products if p.verdict is Verdict.HIGH_PRECISION]
-    assert {p.name for p in kept} == {"wgrad"} and len(kept) == 3
-    assert {p.reason for p in kept} == {"the recipe keeps this product in high precision"}
+    high_precision = [p for p in report.products if p.verdict is Verdict.HIGH_PRECISION]
+    assert {p.name for p in high_precision} == {"wgrad"} and len(high_precision) == 3
+    assert {p.reason for p in high_precision} == {"the recipe keeps this product in high precision"}
 
 
 @pytest.mark.more
@@ -278,8 +278,8 @@ def test_the_estimate_is_the_roofline(compared):
         )
 
     estimate = compared.baseline_estimate
-    found = estimate.products, estimate.others, estimate.launching
-    assert found == pytest.approx(by_hand(compared.baseline, 0.71, 0.54e12, 2e-6))
+    times = estimate.products, estimate.others, estimate.launching
+    assert times == pytest.approx(by_hand(compared.baseline, 0.71, 0.54e12, 2e-6))
     # Less than 38 ms, beyond which 2.3 ms are less than 6 %.
     assert estimate.idle == pytest.approx(0.06 * (estimate.products + estimate.others)) and estimate.idle < 2.3e-3
     assert estimate.total == estimate.products + estimate.others + estimate.idle
@@ -367,16 +367,16 @@ def test_an_error_is_an_assertion():
 
 
 def test_json_has_every_product(compared):
-    found = json.loads(compared.to_json())
-    assert found["step"]["flops"] == compared.step.flops
-    assert sum(product["flops"] for product in found["step"]["products"]) == compared.step.flops
-    first = found["step"]["products"][0]
+    document = json.loads(compared.to_json())
+    assert document["step"]["flops"] == compared.step.flops
+    assert sum(product["flops"] for product in document["step"]["products"]) == compared.step.flops
+    first = document["step"]["products"][0]
     assert (first["layer"], first["verdict"]) == (compared.products[0].layer, compared.products[0].verdict.value)
-    others, in_json = compared.step.others, found["step"]["others"]
+    others, in_json = compared.step.others, document["step"]["others"]
     assert (in_json["count"], in_json["bytes"], in_json["small"]) == (others.count, others.bytes, others.small)
     assert in_json["traffic"]["casts"] == others.traffic.casts > 0
-    assert found["device"]["peaks"]["bandwidth"] == 1e12 and found["mesh"] == {"devices": 1}
-    assert found["findings"] and found["caveats"] == list(compared.caveats)
+    assert document["device"]["peaks"]["bandwidth"] == 1e12 and document["mesh"] == {"devices": 1}
+    assert document["findings"] and document["caveats"] == list(compared.caveats)
 
 
 @pytest.mark.parametrize("in_full", [False, True])
@@ -461,10 +461,10 @@ def test_shardings_of_arguments_are_kept():
     x = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     report = inspect_step(lambda x, w: x @ w, x, struct(8, 8, dtype=jnp.float32), device="local", mesh=mesh)
     assert report.step.flops == 2 * 16 * 8 * 8 // 4
-    given = inspect_step(
+    explicit = inspect_step(
         lambda x, w: x @ w, struct(16, 8), struct(8, 8), device="local", mesh=mesh, shardings=(P("data"), None)
     )
-    assert given.step.flops == report.step.flops
+    assert explicit.step.flops == report.step.flops
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def plugin():
 @pytest.mark.skipif(plugin() is None, reason="needs the package jax-cuda13-plugin")
 def test_jax_installs_the_cudnn_that_xla_is_told():
     required = map(Requirement, plugin().requires)
-    (cudnn,) = (found.specifier for found in required if found.name == "nvidia-cudnn-cu13")
+    (cudnn,) = (requirement.specifier for requirement in required if requirement.name == "nvidia-cudnn-cu13")
     assert cudnn.contains(CUDNN)
     assert {gpu.cudnn for gpu in compilable_devices.values() if isinstance(gpu, CompilableGpu)} == {CUDNN}
 
@@ -560,11 +560,11 @@ def fp8_dot(a, b):
 
 
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
-@pytest.mark.parametrize("function, found", [(fp8_dot, True), (jnp.dot, False)])
-def test_check_of_the_guide(jit, function, found, capsys):
+@pytest.mark.parametrize("function, is_fp8", [(fp8_dot, True), (jnp.dot, False)])
+def test_check_of_the_guide(jit, function, is_fp8, capsys):
     lowered = jit(function).lower(jnp.ones((16, 32)), jnp.ones((32, 64)))
     check_fp8_call(lowered)
-    assert capsys.readouterr().out == ("Fp8 call detected!\n" if found else "No Fp8 call!\n")
+    assert capsys.readouterr().out == ("Fp8 call detected!\n" if is_fp8 else "No Fp8 call!\n")
     # On a CPU nothing multiplies in FP8.
     assert not inspect_step(function, jnp.ones((16, 32)), jnp.ones((32, 64)), device="local").has_fp8_product
 

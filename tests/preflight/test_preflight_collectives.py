@@ -62,8 +62,8 @@ ENTRY = [
 def test_collectives_written_by_hand():
     text = module(ENTRY, ADD, MAXIMUM, SCATTER).replace("is_scheduled=true", "is_scheduled=true, num_partitions=8")
     program = read(text)
-    found = {c.kind + (f" {c.reduction}" if c.kind == "all-reduce" else ""): c for c in program.collectives}
-    gather, scatter, permute = (found[name] for name in ("all-gather", "reduce-scatter", "collective-permute"))
+    by_kind = {c.kind + (f" {c.reduction}" if c.kind == "all-reduce" else ""): c for c in program.collectives}
+    gather, scatter, permute = (by_kind[name] for name in ("all-gather", "reduce-scatter", "collective-permute"))
     # Seven eighths of everything come from elsewhere.
     sizes = [64 * 32, 2 * 128 * 64, 2 * 32]
     assert [(part.dtype, part.wire) for part in gather.parts] == list(
@@ -76,9 +76,9 @@ def test_collectives_written_by_hand():
     assert (scatter.dtype, scatter.wire, scatter.reduction) == ("bf16", 2 * 64 * 32 * 7 // 8, "add")
     assert scatter.is_asynchronous and scatter.meanwhile == ("model.mlp forward",) and scatter.reduces_gradients
     # In groups of four, and of all; there and back.
-    assert (found["all-reduce maximum"].devices, found["all-reduce maximum"].wire) == (4, 4 * 2 * 3 // 4)
-    assert (found["all-reduce add"].devices, found["all-reduce add"].wire) == (8, 4 * 2 * 7 // 8)
-    assert not found["all-reduce maximum"].is_asynchronous and not found["all-reduce maximum"].reduces_gradients
+    assert (by_kind["all-reduce maximum"].devices, by_kind["all-reduce maximum"].wire) == (4, 4 * 2 * 3 // 4)
+    assert (by_kind["all-reduce add"].devices, by_kind["all-reduce add"].wire) == (8, 4 * 2 * 7 // 8)
+    assert not by_kind["all-reduce maximum"].is_asynchronous and not by_kind["all-reduce maximum"].reduces_gradients
     # Gradients are added up: the scatter's scope, with another reduction, would be that of an amax.
     assert not dataclasses.replace(scatter, reduction="maximum").reduces_gradients
     assert not dataclasses.replace(scatter, scope=scatter.scope.replace("wgrad", "fprop")).reduces_gradients
@@ -106,8 +106,8 @@ def test_how_many_devices_communicate(groups, expected):
         f"ROOT %r = f32[8]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add",
     ]
     text = module(lines, ADD).replace("is_scheduled=true", "is_scheduled=true, num_partitions=8")
-    (found,) = read(text).collectives
-    assert (found.devices, found.wire) == (expected, round(2 * 32 * (expected - 1) / expected))
+    (all_reduce,) = read(text).collectives
+    assert (all_reduce.devices, all_reduce.wire) == (expected, round(2 * 32 * (expected - 1) / expected))
 
 
 def report_of_hand_written():
@@ -139,10 +139,10 @@ def step(weights, x):
         x8, w8 = x.astype(jnp.float8_e4m3fn), w.astype(jnp.float8_e4m3fn)
         return jnp.dot(x8, w8, preferred_element_type=jnp.bfloat16), (x8, w8)
 
-    def backward(kept, g):
+    def backward(residuals, g):
         g8 = g.astype(jnp.float8_e5m2)
         dot = lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.bfloat16)
-        return dot(g8, kept[1].T), dot(kept[0].T, g8)
+        return dot(g8, residuals[1].T), dot(residuals[0].T, g8)
 
     product.defvjp(forward, backward)
 
@@ -163,17 +163,17 @@ def test_what_eight_gpus_send_is_what_fsdp_has_to():
     report = inspect_step(step, *arguments, device="h100", mesh={"data": 8}, shardings=(P("data"), P("data")))
     kernel = 512 * 512 * 7 // 8
     sent = lambda kind, dtype: sum(
-        part.wire * found.executions
-        for found in report.step.collectives
-        for part in found.parts
-        if found.kind == kind and part.dtype == dtype
+        part.wire * collective.executions
+        for collective in report.step.collectives
+        for part in collective.parts
+        if collective.kind == kind and part.dtype == dtype
     )
     # dgrad of the first layer is not needed.
     assert 2 * kernel <= sent("all-gather", "f8e4m3fn") <= 3 * kernel
     assert sent("reduce-scatter", "bf16") == 2 * 2 * kernel
     # Nothing else but the loss, if anything.
-    assert sum(found.wire * found.executions for found in report.step.collectives) < 8 * kernel
+    assert sum(collective.wire * collective.executions for collective in report.step.collectives) < 8 * kernel
     report.require(fp8_gathers=1.0)
-    gradients = [found for found in report.step.collectives if found.reduces_gradients]
-    assert sum(found.wire for found in gradients) == 2 * 2 * kernel
-    assert {found.devices for found in report.step.collectives} == {8}
+    gradients = [collective for collective in report.step.collectives if collective.reduces_gradients]
+    assert sum(collective.wire for collective in gradients) == 2 * 2 * kernel
+    assert {collective.devices for collective in report.step.collectives} == {8}

@@ -105,11 +105,11 @@ OFF = XlaFlags({TRITON: "false"})
     ],
 )
 def test_what_flags_cost(flags, device, recipe, cost):
-    found = cost_of_flags(flags, devices[device], [fp8.recipes.named[recipe]])
+    sentence = cost_of_flags(flags, devices[device], [fp8.recipes.named[recipe]])
     if cost is None:
-        assert found is None
+        assert sentence is None
     else:
-        assert "accumulate in full float32" in found and "XLA_FLAGS" in found and "\n" not in found
+        assert "accumulate in full float32" in sentence and "XLA_FLAGS" in sentence and "\n" not in sentence
 
 
 def test_gradients_in_high_precision_cost_nothing():

@@ -62,21 +62,21 @@ def test_attributes_keep_what_brackets_and_strings_hold():
         'metadata={op_name="jit(f)/contract a, b -> c)/x=\\"}\\"" source_line=3}, '
         'backend_config={"gemm_backend_config":{"alpha_real":1,"lhs":["1","2"]},"n":"a,b}"}, operand_layout={{1,0}}'
     )
-    found = instruction(line)
-    assert found.attribute("custom_call_target") == "__cublas$lt$matmul$f8"
-    assert found.op_name == 'jit(f)/contract a, b -> c)/x="}"'
-    assert found.config["gemm_backend_config"] == {"alpha_real": 1, "lhs": ["1", "2"]}
-    assert found.config["n"] == "a,b}"
-    assert found.attributes["operand_layout"] == "{{1,0}}"
+    call = instruction(line)
+    assert call.attribute("custom_call_target") == "__cublas$lt$matmul$f8"
+    assert call.op_name == 'jit(f)/contract a, b -> c)/x="}"'
+    assert call.config["gemm_backend_config"] == {"alpha_real": 1, "lhs": ["1", "2"]}
+    assert call.config["n"] == "a,b}"
+    assert call.attributes["operand_layout"] == "{{1,0}}"
 
 
 def test_integers_and_called_computations():
-    found = instruction(
+    dot = instruction(
         "%d = f32[2]{0} dot(%x, %y), lhs_contracting_dims={1,3}, to_apply=%region_0.2, branch_computations={%a.1, %b-2}"
     )
-    assert found.ints("lhs_contracting_dims") == (1, 3)
-    assert found.ints("rhs_contracting_dims") == ()
-    assert found.called("to_apply", "branch_computations") == ("region_0.2", "a.1", "b-2")
+    assert dot.ints("lhs_contracting_dims") == (1, 3)
+    assert dot.ints("rhs_contracting_dims") == ()
+    assert dot.called("to_apply", "branch_computations") == ("region_0.2", "a.1", "b-2")
 
 
 def test_configurations_that_are_no_json_are_empty():
@@ -143,10 +143,10 @@ def programs():
 def test_nothing_of_a_real_program_is_lost(text):
     module = parse_hlo(text)
     lines = re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", text, re.MULTILINE)
-    found = [instruction for computation in module.computations.values() for instruction in computation]
-    assert len(found) == len(lines) > 20
+    instructions = [instruction for computation in module.computations.values() for instruction in computation]
+    assert len(instructions) == len(lines) > 20
     assert text.count("ROOT ") == len(module.computations)
-    assert {i.opcode for i in found} >= {"while", "conditional", "dot", "sort", "parameter"}
+    assert {i.opcode for i in instructions} >= {"while", "conditional", "dot", "sort", "parameter"}
     for computation in module.computations.values():
         for instruction in computation:
             if instruction.opcode not in ("parameter", "constant"):

@@ -69,23 +69,23 @@ def test_threads_change_the_process_one_after_the_other():
     """The second begins while the first is inside: were it let in, it would keep the first one's value for its own."""
     before = state_of_the_process()
     first_is_in, second_is_in = threading.Event(), threading.Event()
-    found = []
+    events = []
 
     def first():
         with changed_process(variables={VARIABLE: "first"}, quiet=[LOGGER], ignored=[MESSAGE]):
             with changed_process(variables={VARIABLE: "again"}):  # The same thread may.
                 first_is_in.set()
-            found.append(("waits", not second_is_in.wait(timeout=0.5)))
-            found.append(os.environ[VARIABLE])
+            events.append(("waits", not second_is_in.wait(timeout=0.5)))
+            events.append(os.environ[VARIABLE])
 
     def second():
         assert first_is_in.wait(timeout=60)
         with changed_process(variables={VARIABLE: "second"}, quiet=[LOGGER], ignored=[MESSAGE]):
             second_is_in.set()
-            found.append(os.environ[VARIABLE])
+            events.append(os.environ[VARIABLE])
 
     in_threads(first, second)
-    assert found == [("waits", True), "first", "second"]
+    assert events == [("waits", True), "first", "second"]
     assert state_of_the_process() == before
 
 

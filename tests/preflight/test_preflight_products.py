@@ -796,11 +796,11 @@ def test_grouped_products_of_experts():
 
 def test_donated_arguments_are_donated():
     """JAX forgets what an inner `jit` donates; peak memory would count it twice."""
-    kept = lambda x: jnp.sin(x) * 2
-    for function in (jax.jit(kept, donate_argnums=0), eqx.filter_jit(kept, donate="all")):
+    sine = lambda x: jnp.sin(x) * 2
+    for function in (jax.jit(sine, donate_argnums=0), eqx.filter_jit(sine, donate="all")):
         donating = inspect_step(function, struct(256, 256), device="local").step.memory
         assert donating.aliased == donating.outputs == 2 * 256 * 256
-    assert inspect_step(jax.jit(kept), struct(256, 256), device="local").step.memory.aliased == 0
+    assert inspect_step(jax.jit(sine), struct(256, 256), device="local").step.memory.aliased == 0
 
 
 @pytest.mark.more
@@ -810,9 +810,9 @@ def test_a_training_step_of_ours_donates():
     loss = lambda model, x: (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean()
     steps = [fp8.TrainStep(loss, optax.sgd(1e-3, momentum=0.9), donate=donate) for donate in (False, True)]
     state = eqx.filter_eval_shape(steps[0].init, model)
-    kept, donated = (inspect_step(step, model, state, x, device="local").step.memory for step in steps)
+    undonated, donated = (inspect_step(step, model, state, x, device="local").step.memory for step in steps)
     weights = 2 * (32 * 64 + 64 * 64 + 64 * 16)
-    assert kept.aliased == 0 and donated.aliased >= 2 * weights
+    assert undonated.aliased == 0 and donated.aliased >= 2 * weights
 
 
 def test_arguments_of_all_kinds():

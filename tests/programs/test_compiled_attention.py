@@ -27,13 +27,13 @@ def loss(args):
 
 def calls(text):
     """Of each call of cuDNN: its name, the types that it returns, and those that it reads."""
-    found = {}
+    dtypes = {}
     for line in text.splitlines():
         if (name := re.search(r'custom_call_target="(__cudnn\$fmha\w*)"', line)) is not None:
             results, _, rest = line.partition(" custom-call(")
             reads = re.search(r"operand_layout_constraints=\{(.*?\})\}", rest)[1]
-            found[name[1]] = [re.findall(r"(\w+)\[", part) for part in (results.split(" = ")[1], reads)]
-    return found
+            dtypes[name[1]] = [re.findall(r"(\w+)\[", part) for part in (results.split(" = ")[1], reads)]
+    return dtypes
 
 
 @pytest.mark.parametrize(("head_dim", "device"), [*on([128, 64], ["h100", "b200"])])
@@ -41,12 +41,12 @@ def test_it_compiles_to_cudnn_in_fp8(head_dim, device):
     operands = abstract(head_dim)
     op = Fp8Attention.init(scaling=fp8.DelayedScaling(amax_history_length=16))
     report = inspect_step(fp8.filter_grad(loss), (op, *operands), device=device)
-    found = calls(report.step.text)
-    assert set(found) == {"__cudnn$fmhaSoftmaxF8", "__cudnn$fmhaSoftmaxBackwardF8"}
+    dtypes = calls(report.step.text)
+    assert set(dtypes) == {"__cudnn$fmhaSoftmaxF8", "__cudnn$fmhaSoftmaxBackwardF8"}
     f8, f32 = "f8e4m3fn", "f32"
-    results, reads = found["__cudnn$fmhaSoftmaxF8"]
+    results, reads = dtypes["__cudnn$fmhaSoftmaxF8"]
     assert reads == [f8] * 3 + [f32] * 6 and results == [f8, f32, f32, f32, "u8"]
-    results, reads = found["__cudnn$fmhaSoftmaxBackwardF8"]
+    results, reads = dtypes["__cudnn$fmhaSoftmaxBackwardF8"]
     assert reads == [f8] * 5 + [f32] * 13 and results == [f8] * 3 + [f32] * 4 + ["u8"]
     # Nothing as large as the scores is in memory.
     assert report.step.memory.temporaries < HEADS * TOKENS * TOKENS // 4
@@ -72,10 +72,10 @@ def test_devices_share_the_largest_amaxes(axis, device):
     )
     whole = HEADS * 8 * 1024 * 1024 * 128 * 7
     assert report.step.flops == whole // 4
-    reduced = [found for found in report.step.collectives if found.kind == "all-reduce"]
+    reduced = [collective for collective in report.step.collectives if collective.kind == "all-reduce"]
     # Weights and output; the gradients of scores, query, key and value.
-    assert sum(found.bytes for found in reduced if found.dtype == "f32") >= 6 * 4
-    assert {found.kind for found in report.step.collectives} == {"all-reduce"}
+    assert sum(collective.bytes for collective in reduced if collective.dtype == "f32") >= 6 * 4
+    assert {collective.kind for collective in report.step.collectives} == {"all-reduce"}
     bodies = re.findall(r"all-reduce\(.*to_apply=%?([\w.\-]+)", report.step.text)
     for body in bodies:
         text = re.search(rf"%{re.escape(body)} [^\n]*\{{\n(.*?)\n\}}", report.step.text, re.DOTALL)[1]

@@ -78,7 +78,7 @@ def divided(recipe, kernel_residual=DEFAULT):
 
 
 def sent(report):
-    return sum(found.wire * found.executions for found in report.step.collectives)
+    return sum(collective.wire * collective.executions for collective in report.step.collectives)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "deepseek"])
@@ -161,14 +161,14 @@ def test_what_random_rounding_costs():
         x, key = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16), jax.eval_shape(lambda: jax.random.key(0))
         report = inspect_step(gradients, eqx.filter_eval_shape(layer), x, key, device="b200", other_setting=False)
         moved.append(report.step.others.bytes)
-        found = [0.0]
+        ratios = [0.0]
         for launch in filter(is_launch, launches(entry_sites(parse_hlo(report.step.text)))):
             inside = [site.instruction for site in opened(launch) if site.instruction.shape.dtype == "u32"]
             integers = sum(x.shape.bytes // 4 for x in inside if x.opcode in HASH)
             if integers > 8 * 512 * 1024:  # more than casts need
                 seconds = touched(launch) / (PEAKS.bandwidth * LIKELY.cast_bandwidth)
-                found.append(integers / B200_INTEGERS / seconds)
-        slowest.append(max(found))
+                ratios.append(integers / B200_INTEGERS / seconds)
+        slowest.append(max(ratios))
     assert max(moved) < 1.001 * min(moved)
     assert slowest[0] == 0.0 and 0.7 < min(slowest[1:]) and max(slowest[1:]) < 1.2
 
@@ -183,7 +183,7 @@ def test_from_which_cudnn_on_its_products_take_the_scale_of_a_tensor():
     reports = {version: inspect_step(forward, model, x, device=on(version)) for version in ("9.12.9", "9.13.0", CUDNN)}
     old, first, today = (report.step.others.count for report in reports.values())
     assert old == first + 2 and first == today
-    assert [any("leaves the scales" in found for found in r.findings) for r in reports.values()] == [True, False, False]
+    assert [any("leaves the scales" in text for text in r.findings) for r in reports.values()] == [True, False, False]
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
@@ -215,7 +215,7 @@ def test_devices_multiply_blocks_inside_shard_map():
     )
     report = inspect_step(parts, converted("mxfp8"), X, device="b200", mesh={"data": 2}, shardings=(P(), P("data")))
     assert report.fp8_share == 1.0 and {p.implementation for p in report.products} == {"cuDNN block scaled"}
-    assert {found.kind for found in report.step.collectives} == {"all-reduce"}
+    assert {collective.kind for collective in report.step.collectives} == {"all-reduce"}
 
 
 def test_hopper_says_that_it_emulates_blocks():

@@ -37,14 +37,14 @@ def test_experts_cost_what_is_useful(device):
     command = [sys.executable, program, device]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    found = json.loads(ran.stdout.splitlines()[-1])
-    for name, case in found.items():
+    cases = json.loads(ran.stdout.splitlines()[-1])
+    for name, case in cases.items():
         assert case["products"] == [[product, "grouped f8", "bf16"] for product in ("dgrad", "fprop", "wgrad")], name
         assert case["fp8_share"] == 1.0
     for name, (flops, gigabytes, megabytes) in LIMITS[device].items():
         _, rows, inputs, outputs = SHAPES[name]
-        assert found[name]["useful_flops"] == 3 * 2 * rows * inputs * outputs < found[name]["flops"] <= flops
-        assert found[name]["gigabytes"] <= gigabytes and found[name]["megabytes"] <= megabytes
+        assert cases[name]["useful_flops"] == 3 * 2 * rows * inputs * outputs < cases[name]["flops"] <= flops
+        assert cases[name]["gigabytes"] <= gigabytes and cases[name]["megabytes"] <= megabytes
     words = {word for word in (ran.stdout + ran.stderr).split() if word.startswith(("wgmma.mma_async", "tcgen05.mma."))}
     assert {word.split(".f32.")[-1] for word in words} == INSTRUCTIONS[device]
 
@@ -57,24 +57,24 @@ def test_each_device_multiplies_its_own_rows_and_experts(device):
     command = [sys.executable, expert_parallel.__file__, device]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    found = json.loads(ran.stdout.splitlines()[-1])
-    own, experts = ROWS // DEVICES, EXPERTS // DEVICES
+    cases = json.loads(ran.stdout.splitlines()[-1])
+    rows, experts = ROWS // DEVICES, EXPERTS // DEVICES
     # Less than a kilobyte is a state's.
     sent = {
-        "shard_map": {f"f8e4m3fn[{own},{INPUTS}] all-to-all", f"bf16[{own},{INPUTS}] all-to-all"},
+        "shard_map": {f"f8e4m3fn[{rows},{INPUTS}] all-to-all", f"bf16[{rows},{INPUTS}] all-to-all"},
         "automatic axes": {
             f"f8e4m3fn[{experts},{INPUTS},{OUTPUTS}] all-gather",
             f"bf16[{EXPERTS},{INPUTS},{OUTPUTS}] reduce-scatter",
         },
     }
-    for name, case in found.items():
+    for name, case in cases.items():
         assert case["products"] == {"dgrad": "grouped f8", "wgrad": "grouped f8"}
         assert case["useful"] == 2 * 2 * ROWS * INPUTS * OUTPUTS // DEVICES
         # Amaxes travel as whole numbers, of which NaN is the largest.
         assert {" ".join(send) for send in case["sent"] if not {"f32[7]", "s32[7]"} & {*send}} == sent[name]
     # XLA's dense products, 16 experts for each row, would be 16 times as much; tiles of small groups are not full.
-    assert found["shard_map"]["computed"] <= 1.25 * found["shard_map"]["useful"]
-    assert found["automatic axes"]["computed"] <= 3 * found["automatic axes"]["useful"]
+    assert cases["shard_map"]["computed"] <= 1.25 * cases["shard_map"]["useful"]
+    assert cases["automatic axes"]["computed"] <= 3 * cases["automatic axes"]["useful"]
 
 
 @pytest.mark.slow

@@ -45,6 +45,6 @@ def test_a_gpu_multiplies_once(recipe, compiled):
     model = eqx.filter_eval_shape(lambda: Gated.init(Fp8Config(recipe=recipe)))
     x = jax.ShapeDtypeStruct((Tokens.size, Wide.size), jnp.bfloat16)
     _, report = compiled(step, model, x, device="h100")
-    found = [(product.layer, product.executions) for product in report.step.products]
-    assert found == [("model.gate_up.linear", 1)] * 3
+    runs = [(product.layer, product.executions) for product in report.step.products]
+    assert runs == [("model.gate_up.linear", 1)] * 3
     assert all(product.is_fp8 for product in report.step.products)

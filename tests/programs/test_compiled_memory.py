@@ -59,17 +59,17 @@ def of_all_blocks(name, arrays):
 # --- What JAX keeps ---------------------------------------------------------------------------------------------------
 
 
-def kept_by_jax(kind, model):
+def large_residuals(kind, model):
     """Without scales and histories, which are small."""
-    found = residuals(loss_of(kind.call), (model, inputs()))
-    return Counter({(dtype, size): count for (dtype, size), count in found.items() if size >= KERNEL})
+    arrays = residuals(loss_of(kind.call), (model, inputs()))
+    return Counter({(dtype, size): count for (dtype, size), count in arrays.items() if size >= KERNEL})
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_fp8_copies_are_kept_in_place_of_operands(name):
     """The block needs for itself what SiLU and the norm read, and keeps that as before."""
     kind = KINDS[name]
-    before, after = kept_by_jax(kind, plain(kind)), kept_by_jax(kind, converted(kind))
+    before, after = large_residuals(kind, plain(kind)), large_residuals(kind, converted(kind))
     # Kernels are parameters, there to be quantized again; a stack would keep the slices of them, and keeps copies.
     kernels = 3 * name.startswith("scan")
     # Devices that gather kernels need what they gathered. XLA drops it from programs whose devices have whole kernels.
@@ -85,8 +85,8 @@ def test_fp8_copies_are_kept_in_place_of_operands(name):
 
 @pytest.mark.parametrize("recipe", fp8.recipes.named)
 def test_every_recipe_keeps_what_its_gradients_multiply(recipe):
-    before = kept_by_jax(ONE_BLOCK, plain(ONE_BLOCK))
-    after = kept_by_jax(ONE_BLOCK, converted(ONE_BLOCK, recipe=recipe))
+    before = large_residuals(ONE_BLOCK, plain(ONE_BLOCK))
+    after = large_residuals(ONE_BLOCK, converted(ONE_BLOCK, recipe=recipe))
     products = fp8.recipes.named[recipe].products
     (for_wgrad, _), (_, for_dgrad) = products["wgrad"], products["dgrad"]
     # Where the amax would have to be taken again, copies of kernels are kept.
@@ -129,7 +129,7 @@ def sabotaged(model):
 def test_an_op_that_keeps_both_is_found(name):
     kind = KINDS[name]
     good, faulty = converted(kind), sabotaged(converted(kind))
-    beside = kept_by_jax(kind, faulty) - kept_by_jax(kind, good)
+    beside = large_residuals(kind, faulty) - large_residuals(kind, good)
     assert beside.keys() == of_all_blocks(name, {("bf16", NARROW): 1, ("bf16", WIDE): 1}).keys()
 
 
@@ -137,28 +137,28 @@ def test_an_op_that_keeps_both_is_found(name):
 
 
 @pytest.fixture
-def kept(compiled):
+def activations(compiled):
     """The activations that a step keeps, as a device's compiler has it, as if there were `TOKENS` rows."""
 
-    def kept_of(call, model, device):
+    def activations_of(call, model, device):
         times = ENOUGH.get(device, 1)
         text, report = compiled(gradient_of(call), model, inputs(times * TOKENS), device=device)
-        found = {
+        counts = {
             (dtype, size // times): count
             for (dtype, size), count in kept_arrays(text).items()
             if (size % (times * NARROW) == 0 or size % EDGED == 0) and dtype in (E4M3, "bf16", "f32")
         }
-        return Counter(found), report
+        return Counter(counts), report
 
-    return kept_of
+    return activations_of
 
 
 def widths(arrays):
     """In FP8, or wider: GPUs keep the output of a layer in float32, and round it where they read it."""
-    found = Counter()
+    counts = Counter()
     for (dtype, size), count in arrays.items():
-        found[E4M3 if dtype == E4M3 else "wider", size] += count
-    return found
+        counts[E4M3 if dtype == E4M3 else "wider", size] += count
+    return counts
 
 
 # A grouped GPU kernel takes the first and the last piece of 64 rows of each expert once more; XLA keeps the input so.
@@ -171,7 +171,7 @@ OUTPUT = Counter({("wider", NARROW): 1})
 @pytest.mark.parametrize(
     ("name", "device"), with_one_architecture(on(name for name in KINDS if name != "twice vmapped Equinox"))
 )
-def test_what_a_program_keeps_is_in_fp8(name, device, kept):
+def test_what_a_program_keeps_is_in_fp8(name, device, activations):
     """Nothing but the products of this model asks for its activations."""
     narrow = EDGED if (name, device) == ("experts", "h100") else NARROW
     expected = of_all_blocks(name, {(E4M3, narrow): 1, (E4M3, WIDE): 1}) + OUTPUT
@@ -181,22 +181,22 @@ def test_what_a_program_keeps_is_in_fp8(name, device, kept):
         # A body that recomputes measures its products' inputs again, from what it keeps: its own input, and the first
         # layer's output, between which and the second nothing is computed.
         expected += of_all_blocks(name, {("wider", NARROW): 1, ("wider", WIDE): 1})
-    arrays, report = kept(KINDS[name].call, converted(KINDS[name], Pair), device)
+    arrays, report = activations(KINDS[name].call, converted(KINDS[name], Pair), device)
     assert widths(arrays) == expected
     report.require(fp8_flops=1.0)
 
 
 @pytest.mark.parametrize(("name", "device"), on(["unrolled", "scan"], ["h100", "tpu7x"]))
-def test_what_is_kept_in_bfloat16_is_found(name, device, kept):
+def test_what_is_kept_in_bfloat16_is_found(name, device, activations):
     """The same reading, on a model that is not converted and on a faulty op."""
     kind = KINDS[name]
     in_bf16 = of_all_blocks(name, {("wider", NARROW): 1, ("wider", WIDE): 1}) + OUTPUT
     if name == "unrolled":
         in_bf16["wider", NARROW] -= 1  # The first block's input is an argument.
-    arrays, _ = kept(kind.call, plain(kind, Pair), device)
+    arrays, _ = activations(kind.call, plain(kind, Pair), device)
     assert {dtype for dtype, _ in arrays} == {"bf16"} and widths(arrays) == in_bf16
     copies = of_all_blocks(name, {(E4M3, NARROW): 1, (E4M3, WIDE): 1})
-    arrays, _ = kept(kind.call, sabotaged(converted(kind, Pair)), device)
+    arrays, _ = activations(kind.call, sabotaged(converted(kind, Pair)), device)
     assert widths(arrays) >= in_bf16 + copies
 
 

@@ -32,10 +32,10 @@ IN_BLOCKS_OF_16 = ("nvfp4", "nvfp4_delayed")
 
 def total(products, figure):
     """The sum of a figure over the products of each name."""
-    found = Counter()
+    sums = Counter()
     for product in products:
-        found[product.name] += figure(product)
-    return dict(found)
+        sums[product.name] += figure(product)
+    return dict(sums)
 
 
 def layers(products):
@@ -153,12 +153,12 @@ def test_every_product_is_what_the_recipe_says(recipe, device):
     products = [p for p in report.products if p.name in runs]
     for product in products:
         dtypes, verdict, reason = expected(recipe, device, product.name)
-        found = tuple(sorted((product.lhs, product.rhs)))
-        if recipe in IN_BLOCKS_OF_16 and (device, found) == ("tpu7x", ("bf16", "f32")):
+        operands = tuple(sorted((product.lhs, product.rhs)))
+        if recipe in IN_BLOCKS_OF_16 and (device, operands) == ("tpu7x", ("bf16", "f32")):
             # Of one product in float32, a TPU reads an operand in bfloat16, in which it multiplies by default.
             assert product.name == "fprop"
-            found = dtypes
-        assert (found, product.verdict) == (dtypes, verdict), product
+            operands = dtypes
+        assert (operands, product.verdict) == (dtypes, verdict), product
         assert product.reason.startswith(reason) and bool(product.reason) == bool(reason), product
     assert total(products, lambda p: p.flops) == {product: count * FLOPS for product, count in runs.items()}
     if recipe in (*IN_BLOCKS_OF_32, *IN_BLOCKS_OF_16) and device == "b200":

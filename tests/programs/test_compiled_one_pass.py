@@ -62,28 +62,28 @@ def report(recipe, way=once, one_pass=True, rows=ROWS, **options):
     return inspect_step(step, mlp, x, key, device="b200", other_setting=False, **options)
 
 
-def kernels(found):
-    return sum("custom-call(" in line and "fp8_quantizing_" in line for line in found.step.text.splitlines())
+def kernels(compiled):
+    return sum("custom-call(" in line and "fp8_quantizing_" in line for line in compiled.step.text.splitlines())
 
 
-def are_in_blocks(found):
-    products = [p for p in found.products if p.reason != "rotates an operand"]
-    return {p.implementation for p in products} == {"cuDNN block scaled"} and found.step.opaque == ()
+def are_in_blocks(compiled):
+    products = [p for p in compiled.products if p.reason != "rotates an operand"]
+    return {p.implementation for p in products} == {"cuDNN block scaled"} and compiled.step.opaque == ()
 
 
 @pytest.mark.parametrize(("recipe", "passes"), [("mxfp8", 1), ("nvfp4", 2), ("nvfp4_delayed", 1)])
 def test_each_operand_is_read_once(recipe, passes):
     """Both inputs and both gradients for two products, in one launch; kernels again in the backward pass, or once."""
-    found, without = report(recipe), report(recipe, one_pass=False)
+    one_pass, without = report(recipe), report(recipe, one_pass=False)
     # MXFP8 quantizes each kernel again for dgrad; NVFP4, with squares, keeps both copies.
-    assert kernels(found) == passes * (2 + 2 + (4 if recipe == "mxfp8" else 2))
-    assert are_in_blocks(found) and kernels(without) == 0
+    assert kernels(one_pass) == passes * (2 + 2 + (4 if recipe == "mxfp8" else 2))
+    assert are_in_blocks(one_pass) and kernels(without) == 0
     # XLA's own order of scales for cuDNN is an array with this ending.
-    assert ",32,4,4]" not in found.step.text and ",32,4,4]" in without.step.text
-    assert found.step.others.count < without.step.others.count / 2
+    assert ",32,4,4]" not in one_pass.step.text and ",32,4,4]" in without.step.text
+    assert one_pass.step.others.count < without.step.others.count / 2
     # Rotations are inside of the kernels.
     of_layers = lambda report: sum(p.flops for p in report.products if p.reason != "rotates an operand")
-    assert of_layers(found) == of_layers(without)
+    assert of_layers(one_pass) == of_layers(without)
 
 
 def test_bytes_of_a_kernel():
@@ -99,22 +99,22 @@ def test_bytes_of_a_kernel():
     abstract = eqx.filter_eval_shape(layer)
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
     abstract = eqx.tree_at(lambda layer: layer.weight, abstract, jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.bfloat16))
-    found = inspect_step(quantized, abstract, x, device="b200", other_setting=False)
+    compiled = inspect_step(quantized, abstract, x, device="b200", other_setting=False)
     both, weight = ROWS * (WIDTH + HIDDEN), WIDTH * HIDDEN
     expected = both * (2 + 2 * (1 + 1 / 32)) + 2 * weight * (2 + 1 + 1 / 32)
-    assert found.step.others.bytes == expected and found.step.others.count == 4
+    assert compiled.step.others.bytes == expected and compiled.step.others.count == 4
 
 
 @pytest.mark.parametrize(("way", "recipe"), [(in_scan, "mxfp8"), (in_checkpoint, "mxfp8"), (in_scan, "nvfp4")])
 def test_kernels_in_scans_and_checkpoints(way, recipe):
-    found = report(recipe, way)
-    assert kernels(found) >= 8 and are_in_blocks(found)
+    compiled = report(recipe, way)
+    assert kernels(compiled) >= 8 and are_in_blocks(compiled)
 
 
 def test_rows_that_fill_no_tile_are_left_to_xla():
     """Kernels of weights alone, and products as XLA multiplies them."""
-    found = report("mxfp8", rows=200)
-    assert kernels(found) == 4 and are_in_blocks(found)
+    compiled = report("mxfp8", rows=200)
+    assert kernels(compiled) == 4 and are_in_blocks(compiled)
 
 
 def test_each_device_reads_its_share():
@@ -126,8 +126,8 @@ def test_each_device_reads_its_share():
     options = {"mesh": {"data": 2}, "shardings": (P(), P("data"), P())}
     # Devices know the scale of a whole tensor if it is stored.
     for recipe, count in (("mxfp8", 8), ("nvfp4_delayed", 6)):
-        found = report(recipe, by_each, **options)
-        assert kernels(found) == count and are_in_blocks(found)
+        compiled = report(recipe, by_each, **options)
+        assert kernels(compiled) == count and are_in_blocks(compiled)
     divided, without = (report("mxfp8", one_pass=one_pass, **options) for one_pass in (True, False))
     assert kernels(divided) == 0 and are_in_blocks(divided)
     assert divided.step.others.bytes <= 1.01 * without.step.others.bytes

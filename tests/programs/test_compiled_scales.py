@@ -110,9 +110,9 @@ def test_every_product_reads_fp8_and_its_scale(name, device, triton, compiled):
     assert count in (None, sum(product.executions for product in report.step.products))
     if triton:
         return
-    found = products(text)
-    assert found and count in (None, len(found))
-    for site in found:
+    sites = products(text)
+    assert sites and count in (None, len(sites))
+    for site in sites:
         # Where XLA merges, fills up or adds, the scale, which bfloat16 holds, comes in another launch.
         assert scale_of(site).shape.dtype == "f32"
         assert name != "shared input" or scale_of(site).opcode != "constant"

@@ -23,11 +23,11 @@ WEIGHTS = sum(x.size for x in jax.tree.leaves(served("BF16", SIZES)) if x.ndim >
 @pytest.mark.parametrize(("layout", "device"), on(["FP8", "W8A16"], ["h100"]))
 def test_kernels_are_not_copied(layout, device):
     """For one row: a byte for each weight, and beside them what activations take."""
-    found, bf16 = (row(name, 1, "XLA's defaults", device, SIZES) for name in (layout, "BF16"))
-    assert found["fp8"] == (found["products"] if layout == "FP8" else 0)
-    assert found["arguments"] == pytest.approx(WEIGHTS, rel=0.02) and bf16["arguments"] >= 2 * WEIGHTS
-    assert found["temporaries"] - bf16["temporaries"] < 0.03 * WEIGHTS
-    assert found["others"] < 0.5 * WEIGHTS
+    quantized, bf16 = (row(name, 1, "XLA's defaults", device, SIZES) for name in (layout, "BF16"))
+    assert quantized["fp8"] == (quantized["products"] if layout == "FP8" else 0)
+    assert quantized["arguments"] == pytest.approx(WEIGHTS, rel=0.02) and bf16["arguments"] >= 2 * WEIGHTS
+    assert quantized["temporaries"] - bf16["temporaries"] < 0.03 * WEIGHTS
+    assert quantized["others"] < 0.5 * WEIGHTS
 
 
 @pytest.mark.parametrize(("layout", "device"), on(["FP8"], ["h100"]))

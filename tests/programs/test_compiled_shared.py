@@ -41,7 +41,7 @@ def ensemble(out_first):
     return hax.vmap(Block.init, Member)(out_first, key=jax.random.split(jax.random.key(0), Member.size))
 
 
-def folded(model, x):
+def fold(model, x):
     return model.fold(x)
 
 
@@ -49,18 +49,18 @@ def of_members(model, x):
     return hax.vmap(lambda block: block(x), Member)(model)
 
 
-def of_own_inputs(model, x):
+def of_separate_inputs(model, x):
     return hax.vmap(lambda block, x: block(x), Member)(model, hax.broadcast_axis(x, Member))
 
 
 # How a model is made, called, and changed before it is, and how many blocks run in a step.
 CASES = {
-    "unrolled": (stack(hnn.BlockSeq), folded, lambda model: model, Layers.size),
-    "scan": (stack(hnn.Stacked), folded, lambda model: model, Layers.size),
-    "unrolled, kernels quantized once": (stack(hnn.BlockSeq), folded, fp8.quantize_kernels, Layers.size),
-    "scan, kernels quantized once": (stack(hnn.Stacked), folded, fp8.quantize_kernels, Layers.size),
+    "unrolled": (stack(hnn.BlockSeq), fold, lambda model: model, Layers.size),
+    "scan": (stack(hnn.Stacked), fold, lambda model: model, Layers.size),
+    "unrolled, kernels quantized once": (stack(hnn.BlockSeq), fold, fp8.quantize_kernels, Layers.size),
+    "scan, kernels quantized once": (stack(hnn.Stacked), fold, fp8.quantize_kernels, Layers.size),
     "ensemble": (ensemble, of_members, lambda model: model, 1),
-    "ensemble with inputs of its own": (ensemble, of_own_inputs, lambda model: model, 1),
+    "ensemble with inputs of its own": (ensemble, of_separate_inputs, lambda model: model, 1),
 }
 
 

@@ -56,9 +56,9 @@ def test_every_power_of_two_is_compiled_for(device, most):
 @pytest.mark.parametrize(("device", "most", "deep"), [("tpu5e", 256, 1), ("tpu6e", 256, 1), ("tpu7x", 8192, 16)])
 def test_a_pod_of_v5e_and_v6e_is_flat(device, most, deep):
     """Two devices of TPU7x are the cores of one chip."""
-    found = compilable_devices[device].devices(most)
-    assert len(set(found)) == most
-    sizes = [1 + max(chip.coords[axis] for chip in found) for axis in range(3)]
+    chips = compilable_devices[device].devices(most)
+    assert len(set(chips)) == most
+    sizes = [1 + max(chip.coords[axis] for chip in chips) for axis in range(3)]
     assert sizes == [16, 16, deep]
 
 
@@ -94,7 +94,7 @@ def test_the_report_names_the_flags_of_the_environment(options, limit):
 def test_no_operand_is_padded():
     """The product reads what was written, so the report does not say that it is padded."""
     report = inspect_step(product, struct(512, 1000, dtype=E4M3), struct(1000, 1000, dtype=E4M3), device="tpu7x")
-    assert report.fp8_share == 1.0 and all("k=1000" in found.indivisible for found in report.products)
+    assert report.fp8_share == 1.0 and all("k=1000" in p.indivisible for p in report.products)
     assert re.search(r"f8e4m3fn\[[\d,]*1008", report.step.text) is None
     assert not any("padded" in finding for finding in report.findings)
 

@@ -30,20 +30,20 @@ EXPECTED = {
 @pytest.mark.parametrize("name, device", on(EXPECTED, ["h100"]))
 def test_kernels_travel_in_fp8(name, device):
     with jax.numpy_dtype_promotion("standard"):
-        found = row(CASES[name], device, TINY)
+        figures = row(CASES[name], device, TINY)
     # A byte per weight; norms and their like travel in bfloat16.
-    assert found["gathered_fp8"] == pytest.approx(EXPECTED[name], rel=0.02)
-    assert found["gathered_wider"] <= 0.02 * WEIGHTS
+    assert figures["gathered_fp8"] == pytest.approx(EXPECTED[name], rel=0.02)
+    assert figures["gathered_wider"] <= 0.02 * WEIGHTS
     # One of the amaxes, and one of the loss with the norm of the gradients.
-    assert name != "FSDP" or found["reductions"] == 2
+    assert name != "FSDP" or figures["reductions"] == 2
 
 
 @pytest.mark.parametrize("name, device", on(["data-parallel"], ["h100"]))
 def test_replicated_kernels_are_not_kept(name, device):
     """The same memory as if every kernel were quantized again; kept kernels would take a byte per weight more."""
     with jax.numpy_dtype_promotion("standard"):
-        found, again = (row(CASES[case], device, TINY) for case in (name, f"{name}, kernels quantized again"))
-    assert found == again
+        by_default, again = (row(CASES[case], device, TINY) for case in (name, f"{name}, kernels quantized again"))
+    assert by_default == again
 
 
 @pytest.mark.parametrize("name, device", on(["FSDP, current scaling"], ["h100"]))
@@ -58,12 +58,12 @@ def test_gradients_travel_once(name, device):
     """With four microbatches, in the dtype asked for: a quarter of bf16's bytes, or half in float32."""
     (case,) = (case for known, case in CASES.items() if known.endswith(name))
     with jax.numpy_dtype_promotion("standard"):
-        found = row(case, device, TINY)
-    assert found["scattered"] == pytest.approx((4 if "float32" in name else 2) * OF_MLP, rel=0.02)
-    assert found["gathered_wider"] <= 0.02 * OF_MLP
+        figures = row(case, device, TINY)
+    assert figures["scattered"] == pytest.approx((4 if "float32" in name else 2) * OF_MLP, rel=0.02)
+    assert figures["gathered_wider"] <= 0.02 * OF_MLP
     # One of the amaxes, one of the loss, and one of the gradients' norm.
-    assert found["reductions"] <= 3
-    assert found["fp8_flops"] == 1.0
+    assert figures["reductions"] <= 3
+    assert figures["fp8_flops"] == 1.0
 
 
 # A whole activation between layers, in bfloat16, of devices that divide features.
@@ -79,7 +79,7 @@ LIMITS = {
 @pytest.mark.parametrize("name, device", on(LIMITS, ["h100"]))
 def test_gradients_of_one_tensor_are_one_sum(name, device):
     with jax.numpy_dtype_promotion("standard"):
-        found = row(CASES[name], device, TINY)
+        figures = row(CASES[name], device, TINY)
     # Amaxes of rows are no less than an activation's part here, where rows are short.
-    assert found["gathered_wider"] < ACTIVATION / 2
-    assert found["wire"] <= 7 / 8 * LIMITS[name] + ACTIVATION
+    assert figures["gathered_wider"] < ACTIVATION / 2
+    assert figures["wire"] <= 7 / 8 * LIMITS[name] + ACTIVATION

@@ -45,18 +45,18 @@ def test_histories_are_reduced_and_written_once(name, device, rule, count, compi
     config = fp8.Fp8Config(recipe=fp8.DelayedScaling(LENGTH, amax_compute=rule), emulate=True)
     model = abstract(lambda: fp8.fp8_linear_layers(KINDS[name].make(SwiGLU), config))
     text, _ = compiled(by_hand(KINDS[name].call), model, inputs(), device=device)
-    found = list(launches(entry_sites(parse_hlo(text))))
+    sites = list(launches(entry_sites(parse_hlo(text))))
     rows = size([leaf.shape for leaf in jax.tree.leaves(model)], LENGTH + 2) // (LENGTH + 2)
     assert rows == 3 * 3 * KINDS[name].blocks
 
     read = [
         site.operands[0].instruction.shape.dims
-        for launch in found
+        for launch in sites
         for site in opened(launch)
         if site.instruction.opcode == "reduce"
     ]
     assert size(read, LENGTH - 1) == count * rows * (LENGTH - 1)
-    written = [shape.dims for launch in found if launch.instruction.is_fusion for shape in launch.results]
+    written = [shape.dims for launch in sites if launch.instruction.is_fusion for shape in launch.results]
     # `apply_updates` reads a column of the gradients' histories, which tells a mean of gradients. Of a stack XLA then
     # writes these tables as well. `TrainStep` does not look: nothing can have averaged its gradients.
     times = 2 if name == "scan" else 1

@@ -40,8 +40,8 @@ def test_a_table_is_what_its_command_prints(command, tmp_path):
     arguments = [*shlex.split(command), "--markdown", str(report)]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     subprocess.run([sys.executable, "-m", "haliax_fp8", *arguments], env=environment, check=True, capture_output=True)
-    found = report.read_text()
-    assert [fact for fact in facts(COMMANDS[command]) if fact not in found] == []
+    text = report.read_text()
+    assert [fact for fact in facts(COMMANDS[command]) if fact not in text] == []
     times = re.search(r"(\d+\.\d+) times as\s+fast\D*(\d+\.\d+) to (\d+\.\d+)", COMMANDS[command])
     assert times is not None
-    assert f"{times[1]}× as fast as the baseline (estimate, {times[2]} to {times[3]})" in " ".join(found.split())
+    assert f"{times[1]}× as fast as the baseline (estimate, {times[2]} to {times[3]})" in " ".join(text.split())

@@ -28,8 +28,8 @@ def test_what_is_kept_is_what_the_step_compiles_to(monkeypatch):
     script = runpy.run_path(str(FIGURES / "kept_report.py"))
     # As in a user's process: the tests' settings are stricter.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        found = script["facts"](script["compiled"]())
-    assert without_times(found) == without_times(json.loads(script["KEPT"].read_text())), (
+        programs = script["facts"](script["compiled"]())
+    assert without_times(programs) == without_times(json.loads(script["STORED"].read_text())), (
         "run python docs/_figures/kept_report.py"
     )
 
@@ -38,8 +38,8 @@ def test_the_report_of_what_is_kept_is_the_report(monkeypatch):
     """Every figure of the JSON that the command line writes, but for the program's text, comes out again."""
     monkeypatch.syspath_prepend(FIGURES)
     script = runpy.run_path(str(FIGURES / "kept_report.py"))
-    report = script["kept"]()
-    assert without_times(script["facts"](report)) == without_times(json.loads(script["KEPT"].read_text()))
+    report = script["stored_report"]()
+    assert without_times(script["facts"](report)) == without_times(json.loads(script["STORED"].read_text()))
     assert report.speedup is not None
     assert report.caveats == (), "nothing of Triton, whose products are off"
     assert {product.reason for product in report.products if product.reason} == {"excluded by 'layers.2'"}

@@ -141,8 +141,8 @@ def text_of(function, told, args, device, compiled):
 @pytest.mark.parametrize(("name", "device"), on(CASES, ["h100"]))
 def test_xla_does_as_it_is_told(name, device, compiled):
     function, args, count, if_told, if_not = CASES[name]
-    found = [count(text_of(function, told, args, device, compiled)) for told in (True, False)]
-    assert found == [if_told, if_not]
+    counts = [count(text_of(function, told, args, device, compiled)) for told in (True, False)]
+    assert counts == [if_told, if_not]
 
 
 # A function, its arguments, and whether it is to have a launch for each of the six layers if told.
