@@ -29,8 +29,8 @@ def engine(folder: pathlib.Path) -> LLM:
 def log_p(model: LLM, tokens: list[int]) -> np.ndarray:
     """Of every byte at every position but the first, `[position, byte]`."""
     parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=256)
-    found = model.generate([{"prompt_token_ids": tokens}], parameters)[0].prompt_logprobs
-    return np.array([[position[byte].logprob for byte in range(256)] for position in found[1:]], np.float32)
+    log_probs = model.generate([{"prompt_token_ids": tokens}], parameters)[0].prompt_logprobs
+    return np.array([[position[byte].logprob for byte in range(256)] for position in log_probs[1:]], np.float32)
 
 
 def stream(path: pathlib.Path) -> list[tuple[str, torch.Tensor]]:
@@ -45,10 +45,10 @@ def main(root: pathlib.Path) -> int:
     expected = np.load(root / "expected.npz")
     tokens = expected["tokens"][0].tolist()
     model = engine(root / "FP8_DYNAMIC")
-    found = log_p(model, tokens)
+    of_vllm = log_p(model, tokens)
     for name in ("served", "training", "plain"):
-        difference = np.abs(found - expected[f"log_p/{name}"][:-1])
-        same = (found.argmax(1) == expected[f"log_p/{name}"][:-1].argmax(1)).mean()
+        difference = np.abs(of_vllm - expected[f"log_p/{name}"][:-1])
+        same = (of_vllm.argmax(1) == expected[f"log_p/{name}"][:-1].argmax(1)).mean()
         print(
             f"vLLM, FP8_DYNAMIC, and ours, {name}: log p differs by {difference.mean():.4f} in the mean, "
             f"{difference.max():.4f} at most; {same:.0%} of greedy bytes"
@@ -58,7 +58,7 @@ def main(root: pathlib.Path) -> int:
     model.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream(root / "stream.npz"))})
     reloaded = log_p(model, tokens)
     from_disk = log_p(engine(root / "other"), tokens)
-    changed, same = bool((reloaded != found).any()), bool((reloaded == from_disk).all())
+    changed, same = bool((reloaded != of_vllm).any()), bool((reloaded == from_disk).all())
     print(f"reload_weights with serving_tensors: changed {changed}, bit-equal to the folder {same}")
     return 0 if changed and same else 1
 

@@ -28,7 +28,7 @@ def amaxes(values: torch.Tensor, args) -> torch.Tensor:
 
 def main(file: str) -> None:
     """Weights and inputs in float32, their scales and their rounded values."""
-    random, found = torch.Generator().manual_seed(0), {}
+    random, arrays = torch.Generator().manual_seed(0), {}
     weight = torch.randn((256, 384), generator=random) * torch.exp2(torch.randn((256, 1), generator=random))
     inputs = torch.randn((64, 384), generator=random) * torch.exp2(torch.randn((64, 1), generator=random))
     for preset in PRESETS:
@@ -40,13 +40,13 @@ def main(file: str) -> None:
         scale, zero = calculate_qparams(-amax, amax, args, global_scale=unit)
         codes = quantize(weight, scale, zero, args, global_scale=unit)
         of_all = scale.float() if unit is None else scale.float() / unit
-        found |= {f"{preset}/weight": codes.float().numpy(), f"{preset}/weight_scale": of_all.numpy()}
+        arrays |= {f"{preset}/weight": codes.float().numpy(), f"{preset}/weight_scale": of_all.numpy()}
         of_input = scheme.input_activations
         if of_input.dynamic is True:
             scale, zero = compute_dynamic_scales_and_zp(inputs[None], of_input, torch.nn.Linear(1, 1))
-            found[f"{preset}/input"] = quantize(inputs[None], scale, zero, of_input)[0].float().numpy()
-            found[f"{preset}/input_scale"] = scale.float().numpy()
-    np.savez(file, weight=weight.numpy(), input=inputs.numpy(), **found)
+            arrays[f"{preset}/input"] = quantize(inputs[None], scale, zero, of_input)[0].float().numpy()
+            arrays[f"{preset}/input_scale"] = scale.float().numpy()
+    np.savez(file, weight=weight.numpy(), input=inputs.numpy(), **arrays)
 
 
 if __name__ == "__main__":
