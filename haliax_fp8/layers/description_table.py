@@ -114,9 +114,9 @@ class _Row[L: Layer]:
         return [f"{self.path}.{name}" for name in self.siblings] or [self.path]
 
     def without(self, prefix: str) -> LayerRow[L]:
-        own = self.path.removeprefix(prefix).removeprefix(".")
+        path = self.path.removeprefix(prefix).removeprefix(".")
         names = ", ".join(self.siblings)
-        return LayerRow(f"{own}: {names}" if own and names else own or names, self.shapes, self.layer)
+        return LayerRow(f"{path}: {names}" if path and names else path or names, self.shapes, self.layer)
 
 
 def _siblings[L: Layer](layers: Sequence[L], kind: Kind[L]) -> Iterator[_Row[L]]:

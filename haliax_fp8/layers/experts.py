@@ -74,9 +74,9 @@ def product_on_each_device(
         else:
             first = lax.axis_index(axes.experts) * kernel.shape[0]
             begin = jnp.sum(jnp.where(jnp.arange(len(sizes)) < first, sizes, 0))
-            own = lax.dynamic_slice_in_dim(sizes, first, kernel.shape[0])
+            local_sizes = lax.dynamic_slice_in_dim(sizes, first, kernel.shape[0])
             # The rows of this device's experts first; those after them give 0.
-            out = jnp.roll(op.ragged_dot(jnp.roll(rows, -begin, 0), kernel, own), begin, 0)
+            out = jnp.roll(op.ragged_dot(jnp.roll(rows, -begin, 0), kernel, local_sizes), begin, 0)
             summed = (*axes.inputs, *axes.experts)
         return lax.psum(out, summed) if summed else out
 

@@ -78,14 +78,14 @@ def bind_kernel(path: str, kernel: Kernel, stack: tuple[hax.Axis, ...], *, per_a
 def _of_named(kernel: Kernel, stack: Sequence[str], members: int) -> tuple[jax.Array, AbstractContraction]:
     """The kernel as the layer hands it over, and its products."""
     array, names = kernel.weight.array, kernel.weight.axis_names
-    own = _axes_of_one(kernel, stack)
-    order = [names.index(name) + members for name in (*stack, *own)]
+    axes = _axes_of_one(kernel, stack)
+    order = [names.index(name) + members for name in (*stack, *axes)]
     array = jnp.transpose(array, (*range(members), *order))
     if kernel.Experts is not None:
         return array, RaggedContraction()
     inputs = kernel.contracted
     if inputs is None:
-        inputs = tuple(map(own.index, _names(kernel.In)))
+        inputs = tuple(map(axes.index, _names(kernel.In)))
     return array, _dot(array.shape[members + len(stack) :], inputs)
 
 

@@ -267,15 +267,15 @@ def nothing_to_convert(module: Any, rules: tuple[LayerRule, ...], refusals: Mapp
     names = ", ".join(dict.fromkeys(_public(cls) for cls in classes if not cls.__module__.startswith("haliax_fp8.")))
     shown = list(refusals.items())[:3]
     refused = "".join(f"; {path or 'the module itself'} cannot be: {reason}" for path, reason in shown)
-    own = "for your own layer class, give Fp8Config(rules=...) a LayerRule"
+    hint = "for your own layer class, give Fp8Config(rules=...) a LayerRule"
     if type(module).__module__.startswith("flax."):
-        own = (
+        hint = (
             'Flax\'s layers take an op without state, as in flax.nnx.Linear(dot_general=Fp8DotGeneral.init("current"))'
         )
     return ValueError(
         f"this {_public(type(module))} contains no layer that can be converted{refused}. Supported: {names}, anywhere "
         "in a tree of modules, lists and dicts. If a module multiplies by plain arrays, call an Fp8DotGeneral or "
-        f"Fp8Einsum there; {own}"
+        f"Fp8Einsum there; {hint}"
     )
 
 

@@ -109,8 +109,9 @@ def _matrices(layer: Any) -> Array:
     """The weight of an adapter's half as matrices `[*leading, out, in]`."""
     if not isinstance(layer, hnn.Linear):
         return layer.weight
-    array, own = layer.weight.array, len(axes_of(layer.Out)) + len(axes_of(layer.In))
-    return array.reshape(*array.shape[: array.ndim - own], number_of_features(layer.Out), number_of_features(layer.In))
+    array = layer.weight.array
+    leading = array.shape[: array.ndim - len(axes_of(layer.Out)) - len(axes_of(layer.In))]
+    return array.reshape(*leading, number_of_features(layer.Out), number_of_features(layer.In))
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -40,33 +40,33 @@ OF_MATRICES: Mapping[type, Constructor] = {
 
 
 def constructors_with(
-    own: Mapping[type, Constructor] | None,
+    of_user: Mapping[type, Constructor] | None,
     rules: tuple[LayerRule, ...],
     built_in: Mapping[type, Constructor] = BUILT_IN,
 ) -> dict[type, Constructor]:
     """The constructors by class: the built-in ones, and a user's, which take precedence.
 
     Args:
-        own: The user's argument `quantized_layers`; None for no classes.
+        of_user: The user's argument `quantized_layers`; None for no classes.
         rules: The rules of the layer classes.
         built_in: The constructors of other classes.
 
     Raises:
-        ValueError: If `own` is not a mapping from classes to functions, or no rule matches one of the classes.
+        ValueError: If `of_user` is not a mapping from classes to functions, or no rule matches one of the classes.
     """
-    own = {} if own is None else own
-    if not isinstance(own, Mapping) or not all(isinstance(cls, type) and callable(own[cls]) for cls in own):
+    of_user = {} if of_user is None else of_user
+    if not isinstance(of_user, Mapping) or not all(isinstance(cls, type) and callable(of_user[cls]) for cls in of_user):
         raise ValueError(
-            f"quantized_layers={own!r} must be a mapping from classes of layers to functions (layer, kernel), such as "
-            "{Dense: QuantizedDense.of}"
+            f"quantized_layers={of_user!r} must be a mapping from classes of layers to functions (layer, kernel), such "
+            "as {Dense: QuantizedDense.of}"
         )
-    for cls in own:
+    for cls in of_user:
         if not any(issubclass(cls, rule.layer_type) for rule in rules):
             raise ValueError(
                 f"quantized_layers names {cls.__name__}, but no rule matches that class; pass its LayerRule too, as in "
                 "rules=(MyRule(), *default_rules)"
             )
-    return {**built_in, **own}
+    return {**built_in, **of_user}
 
 
 def quantized_layer(
@@ -91,25 +91,25 @@ def quantized_layer(
         ValueError: If the class has no constructor; or if the constructor does not accept a layer and a kernel, or does
             not return an `AbstractQuantizedLayer`.
     """
-    name, own = path or "the model itself", type(layer)
-    of = next((cls for cls in own.__mro__ if cls in constructors and issubclass(cls, rule.layer_type)), None)
+    name, class_name = path or "the model itself", type(layer).__name__
+    of = next((cls for cls in type(layer).__mro__ if cls in constructors and issubclass(cls, rule.layer_type)), None)
     if of is None:
         raise ValueError(
-            f"{name} is a {own.__name__}, which has no form with data and scales: pass a function that makes it, "
-            f"quantized_layers={{{own.__name__}: make}}, where make(layer, kernel) returns an AbstractQuantizedLayer "
+            f"{name} is a {class_name}, which has no form with data and scales: pass a function that makes it, "
+            f"quantized_layers={{{class_name}: make}}, where make(layer, kernel) returns an AbstractQuantizedLayer "
             f"that multiplies with kernel.dot_general(...); or {otherwise}"
         )
     try:
         inspect.signature(constructors[of]).bind(layer, kernel)
     except TypeError as error:
         raise ValueError(
-            f"{name} is a {own.__name__}, but quantized_layers[{of.__name__}] does not take (layer, kernel): {error}. "
+            f"{name} is a {class_name}, but quantized_layers[{of.__name__}] does not take (layer, kernel): {error}. "
             f"Give a function, as in quantized_layers={{{of.__name__}: lambda layer, kernel: ...}}"
         ) from error
     made = constructors[of](layer, kernel)
     if not isinstance(made, AbstractQuantizedLayer):
         raise ValueError(
-            f"{name} is a {own.__name__}, for which quantized_layers[{of.__name__}](layer, kernel) returned {made!r}: "
+            f"{name} is a {class_name}, for which quantized_layers[{of.__name__}](layer, kernel) returned {made!r}: "
             "it must return an AbstractQuantizedLayer that multiplies with kernel.dot_general(...)"
         )
     return made

@@ -179,37 +179,37 @@ def _elements(weight: Any) -> int:
 
 def _selected(model: Any, rules: tuple[LayerRule, ...], targets: Targets | None, exclude: Targets) -> frozenset[str]:
     """The paths of the layers to quantize."""
-    found = {path: layer for path, (layer, _) in find_layers(model, rules).items()}
-    by_path = {path: rule_of(layer, rules) for path, layer in found.items()}
+    layers = {path: layer for path, (layer, _) in find_layers(model, rules).items()}
+    by_path = {path: rule_of(layer, rules) for path, layer in layers.items()}
     excluded = as_patterns("exclude", exclude)
     named = as_patterns("targets", () if targets is None else targets)
     for name, patterns in (("targets", named), ("exclude", excluded)):
         for pattern in patterns:
-            if not any(matches(pattern, path, layer) for path, layer in found.items()):
-                raise unmatched_error(name, pattern, list(found))
-    is_any = lambda patterns, path: any(matches(pattern, path, found[path]) for pattern in patterns)
+            if not any(matches(pattern, path, layer) for path, layer in layers.items()):
+                raise unmatched_error(name, pattern, list(layers))
+    is_any = lambda patterns, path: any(matches(pattern, path, layers[path]) for pattern in patterns)
     refused = {
         path: reason
         for path, rule in by_path.items()
-        if rule.op(found[path]) is None and isinstance(reason := rule.refusal(found[path]), str)
+        if rule.op(layers[path]) is None and isinstance(reason := rule.refusal(layers[path]), str)
     }
-    tied = sharing(model, found)
+    tied = sharing(model, layers)
     refused |= dict.fromkeys(tied, "eqx.nn.Shared shares its weight; exclude it, or give the model separate weights")
     if targets is not None:
-        selected = [path for path in found if is_any(named, path)]
+        selected = [path for path in layers if is_any(named, path)]
         for path in selected:
             if path in refused and not is_any(excluded, path):
                 raise ValueError(f"targets select {path}, which cannot be quantized: {refused[path]}")
-    elif any(rule.op(found[path]) is not None for path, rule in by_path.items()):
-        selected = [path for path, rule in by_path.items() if rule.op(found[path]) is not None]
+    elif any(rule.op(layers[path]) is not None for path, rule in by_path.items()):
+        selected = [path for path, rule in by_path.items() if rule.op(layers[path]) is not None]
         if left := [path for path in selected if path in tied and not is_any(excluded, path)]:
             raise ValueError(f"{left[0]} cannot be quantized: {refused[left[0]]}")
     else:
-        are_routers = routers({path: rule.kernel(found[path]) for path, rule in by_path.items()})
-        optional = {path for path, rule in by_path.items() if rule.refusal(found[path]) is not None} | are_routers
-        selected = [path for path in found if path not in optional | tied and not is_head(path)]
+        are_routers = routers({path: rule.kernel(layers[path]) for path, rule in by_path.items()})
+        optional = {path for path, rule in by_path.items() if rule.refusal(layers[path]) is not None} | are_routers
+        selected = [path for path in layers if path not in optional | tied and not is_head(path)]
     selected = [path for path in selected if not is_any(excluded, path)]
     if not selected:
-        left = {path: refused.get(path, "a head, an embedding or a router, tied, or excluded") for path in found}
+        left = {path: refused.get(path, "a head, an embedding or a router, tied, or excluded") for path in layers}
         raise nothing_to_convert(model, rules, left)
     return frozenset(selected)

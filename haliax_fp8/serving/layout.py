@@ -65,16 +65,16 @@ def require_served(layout: str | Layout) -> Layout:
     Raises:
         ValueError: If no layer multiplies in it; the message says why, or lists the nearest names.
     """
-    found = as_layout(layout)
-    why = "it quantizes nothing" if found is None else why_not_served(found)
+    resolved = as_layout(layout)
+    why = "it quantizes nothing" if resolved is None else why_not_served(resolved)
     if why:
         name = layout if isinstance(layout, str) else layout.name
         raise ValueError(
             f"layout={name!r} is not served: {why}. Use one of {', '.join(map(repr, layouts))}; to write a folder in "
             "it, give the model itself to huggingface.export_model"
         )
-    assert found is not None
-    return found
+    assert resolved is not None
+    return resolved
 
 
 def scaling_of_kernel(layout: Layout, *, is_whole: bool, power_of_two: bool) -> AbstractScaling:

@@ -63,8 +63,8 @@ def _as_text(numbers: dict[str, Any], tokens: Any = None) -> Text:
     """Numbers with their names in one line, after the number of tokens."""
     if any(isinstance(x, Tracer) or not eqx.is_array(x) for x in (tokens, *numbers.values()) if x is not None):
         return Text("traced or abstract: no numbers")
-    found = ", ".join(f"{name.replace('_', ' ')} {float(x):.3g}" for name, x in numbers.items())
-    return Text(found if tokens is None else f"{float(tokens):.0f} tokens: {found}")
+    listed = ", ".join(f"{name.replace('_', ' ')} {float(x):.3g}" for name, x in numbers.items())
+    return Text(listed if tokens is None else f"{float(tokens):.0f} tokens: {listed}")
 
 
 def log_probability_mismatch(trained: TokenValues, sampled: TokenValues, mask: Mask = None) -> TokenMismatch:
@@ -89,8 +89,8 @@ def log_probability_mismatch(trained: TokenValues, sampled: TokenValues, mask: M
         NVIDIA, "Adding new models" in the guide to NeMo RL, the multiplicative error.
 
     Example:
-        >>> found = log_probability_mismatch(jnp.array([-1.0, -2.0]), jnp.array([-1.01, -2.0]))
-        >>> print(f"{found.largest:.3f} {found.k3:.6f}")
+        >>> mismatch = log_probability_mismatch(jnp.array([-1.0, -2.0]), jnp.array([-1.01, -2.0]))
+        >>> print(f"{mismatch.largest:.3f} {mismatch.k3:.6f}")
         0.010 0.000025
     """
     return _mismatch(*_changes(trained, sampled, mask))
@@ -181,7 +181,7 @@ def importance_weights(
         >>> trained, sampled = jnp.log(jnp.array([[0.5, 0.9]])), jnp.log(jnp.array([[0.1, 0.6]]))
         >>> of_tokens = importance_weights(trained, sampled, cap=2.0)
         >>> of_sequences = importance_weights(trained, sampled, level="sequence", kind="mask", cap=8.0)
-        >>> [[f"{weight:.2f}" for weight in found.weights[0]] for found in (of_tokens, of_sequences)]
+        >>> [[f"{weight:.2f}" for weight in importance.weights[0]] for importance in (of_tokens, of_sequences)]
         [['2.00', '1.50'], ['7.50', '7.50']]
     """
     for name, value, known in (("level", level, ("token", "sequence")), ("kind", kind, ("truncate", "mask"))):
@@ -242,12 +242,12 @@ def _changes(
     trained: TokenValues, sampled: TokenValues, mask: Mask
 ) -> tuple[Float32[Array, "*tokens"], Bool[Array, "*tokens"]]:
     """`trained - sampled` of each token, 0 for those that do not count; and which count."""
-    given = {"trained": trained, "sampled": sampled} | ({} if mask is None else {"mask": mask})
-    shapes = {name: x.axes if isinstance(x, hax.NamedArray) else jnp.shape(x) for name, x in given.items()}
+    arguments = {"trained": trained, "sampled": sampled} | ({} if mask is None else {"mask": mask})
+    shapes = {name: x.axes if isinstance(x, hax.NamedArray) else jnp.shape(x) for name, x in arguments.items()}
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
         raise ValueError(f"log-probabilities are not for the same tokens ({listed}); pass one of each for every token")
-    arrays = {name: x.array if isinstance(x, hax.NamedArray) else jnp.asarray(x) for name, x in given.items()}
+    arrays = {name: x.array if isinstance(x, hax.NamedArray) else jnp.asarray(x) for name, x in arguments.items()}
     after, before = (arrays[name].astype(jnp.float32) for name in ("trained", "sampled"))
     counts = jnp.ones(after.shape, bool) if mask is None else arrays["mask"]
     if counts.dtype != bool:

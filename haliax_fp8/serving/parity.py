@@ -57,9 +57,9 @@ class Mismatch(Printable):
         table = new_table(f"Against the training model, {self.positions} positions")
         for column in ("", "mean change of log p", "largest", "KL", "k3", "same greedy token", "equal logits"):
             table.add_column(column)
-        for name, found in (("served", self.served), ("floor: training, rounded otherwise", self.floor)):
-            changes = (f"{x:.3g}" for x in (found.mean, found.largest, found.kl, found.k3))
-            table.add_row(name, *changes, f"{found.agreement:.1%}", f"{found.equal:.1%}")
+        for name, difference in (("served", self.served), ("floor: training, rounded otherwise", self.floor)):
+            changes = (f"{x:.3g}" for x in (difference.mean, difference.largest, difference.kl, difference.k3))
+            table.add_row(name, *changes, f"{difference.agreement:.1%}", f"{difference.equal:.1%}")
         return table
 
 
@@ -97,21 +97,21 @@ def serving_mismatch(
 
     Example:
         >>> served = quantize_for_inference(model, "FP8_DYNAMIC")
-        >>> found = serving_mismatch(model, served, x)
-        >>> found.floor.kl <= found.served.kl < 0.01
+        >>> mismatch = serving_mismatch(model, served, x)
+        >>> mismatch.floor.kl <= mismatch.served.kl < 0.01
         True
     """
     for name, model in (("train_model", train_model), ("served", served)):
         require_model(model, "serving_mismatch(train_model, served, batch)", name)
     of_training = _computed(logits, train_model, batch)
-    found = _computed(logits, served, batch)
+    of_served = _computed(logits, served, batch)
     otherwise = _computed(logits, train_model, batch, xla_allow_excess_precision=False)
-    if of_training.shape != found.shape:
+    if of_training.shape != of_served.shape:
         raise ValueError(
-            f"train_model has logits of shape {of_training.shape}, and served of shape {found.shape}; compare models "
-            "with the same vocabulary, on the same batch"
+            f"train_model has logits of shape {of_training.shape}, and served of shape {of_served.shape}; compare "
+            "models with the same vocabulary, on the same batch"
         )
-    for name, x in (("train_model", of_training), ("served", found)):
+    for name, x in (("train_model", of_training), ("served", of_served)):
         if not np.isfinite(x).all():
             raise ValueError(f"the logits of {name} hold an infinity or NaN, so they cannot be compared")
     if tokens is None:
@@ -121,7 +121,7 @@ def serving_mismatch(
         if chosen.shape != of_training.shape[:-1]:
             raise ValueError(f"tokens has shape {chosen.shape}, but logits are for shape {of_training.shape[:-1]}")
     positions = int(np.prod(of_training.shape[:-1]))
-    return Mismatch(_difference(of_training, found, chosen), _difference(of_training, otherwise, chosen), positions)
+    return Mismatch(_difference(of_training, of_served, chosen), _difference(of_training, otherwise, chosen), positions)
 
 
 def _computed(

@@ -121,11 +121,11 @@ def _send_backward(
     spec: ProductSpec,
     exchange: Exchange,
     gradient_format: Format | None,
-    kept: tuple[Array, Array, Array],
+    residuals: tuple[Array, Array, Array],
     grad: Array,
 ) -> tuple[Array, Array, Array]:
     del spec
-    scale, amax, nothing = kept
+    scale, amax, nothing = residuals
 
     def back(x: Array) -> Array:
         # JAX checks that the gradient varies over the same mesh axes as the rows.

@@ -133,10 +133,10 @@ class ModelComparison(Printable, eqx.Module):
         Args:
             count: How many.
         """
-        own = ("fprop", "dgrad", "wgrad") if self.has_gradients else ("fprop",)
+        products = ("fprop", "dgrad", "wgrad") if self.has_gradients else ("fprop",)
 
         def largest(layer: LayerComparison) -> float:
-            errors = [float(getattr(layer, name).relative_error) for name in own]
+            errors = [float(getattr(layer, name).relative_error) for name in products]
             return float(np.nan_to_num(np.fmax.reduce(errors), nan=-1.0))
 
         rows = dict(sorted(_on_host(self), key=lambda row: -largest(row[1]))[:count])

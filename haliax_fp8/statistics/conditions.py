@@ -44,11 +44,11 @@ def formats_swapped(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen
 
 def not_calibrated(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]:
     """Scales at 1 that have seen no step, and do not fit; or those of all layers, whatever they do."""
-    kept = [operand for operand in all if operand.history is not None and operand["amax"] > 0.0]
-    fresh = [o for o in kept if o.history is not None and o.history.largest <= 0.0 and o.history.scale == 1.0]
+    with_history = [operand for operand in all if operand.history is not None and operand["amax"] > 0.0]
+    fresh = [o for o in with_history if o.history is not None and o.history.largest <= 0.0 and o.history.scale == 1.0]
     unfit = [o for o in fresh if _is_clipped(o, thresholds) or o["underflow"] > thresholds.underflow]
     # Of a model whose state no step has written, one finding says it.
-    everywhere = {"all_operands": len(kept)} if len(fresh) == len(kept) else {}
+    everywhere = {"all_operands": len(with_history)} if len(fresh) == len(with_history) else {}
     limits = {"saturation": thresholds.saturation, "underflow": thresholds.underflow} if unfit else {}
     for operand in unfit or fresh[: len(everywhere)]:
         yield Seen(operand, {"scale": 1.0, **everywhere, "amax": operand["amax"], **_shares(operand)}, limits)
@@ -177,8 +177,7 @@ def underflow(all: list[Operand], thresholds: Thresholds, *, gains_from_rows: bo
         elif is_of_other_steps:
             seen["amax_of_scale"] = operand.amax_of_scale
         else:
-            held = operand.format.dynamic_range
-            seen |= {"dynamic_range": operand["dynamic_range"], "format_dynamic_range": held}
+            seen |= {"dynamic_range": operand["dynamic_range"], "format_dynamic_range": operand.format.dynamic_range}
         yield Seen(operand, seen, {"underflow": thresholds.underflow})
 
 

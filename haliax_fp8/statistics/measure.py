@@ -105,20 +105,20 @@ def without_measurements[T](tree: T, model: Any) -> T:
     def restore(node: Any) -> Any:
         if not is_op(node):
             return node
-        own = next(of_model)
+        op = next(of_model)
         state = node.state
         if isinstance(state, OpState) and state.table.array is not None:
-            state = own.state.with_array(_own_rows(state, own.state)) if isinstance(own.state, OpState) else None
-        return dataclasses.replace(node, recipe=own.recipe, state=state)
+            state = op.state.with_array(_unmeasured_rows(state, op.state)) if isinstance(op.state, OpState) else None
+        return dataclasses.replace(node, recipe=op.recipe, state=state)
 
     return jax.tree.map(restore, tree, is_leaf=is_op)
 
 
-def _own_rows(measured: OpState, own: OpState) -> Array:
+def _unmeasured_rows(measured: OpState, unmeasured: OpState) -> Array:
     """The rows of a state without what it measures: shorter, with the same guards."""
-    table, columns = measured.array, own.array.shape[-1] - 1
+    table, columns = measured.array, unmeasured.array.shape[-1] - 1
     axis, rows = table.ndim - 1, []
-    for row, scaling in enumerate(own.scalings):
+    for row, scaling in enumerate(unmeasured.scalings):
         width = 1 if scaling.memory is None else len(scaling.memory.first_row)
         values = table[..., row : row + 1, :width]
         padding = jnp.zeros((*values.shape[:-1], columns - width), values.dtype)

@@ -158,12 +158,12 @@ class ModelStatistics(Printable, eqx.Module):
         of_ops, xp = self.of_ops, jnp
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(of_ops)):
             of_ops, xp = jax.device_get(of_ops), np
-        own = [
+        fields = [
             {name: x for name in OpStatistics.__dataclass_fields__ if (x := getattr(op, name)) is not None}
             for op in of_ops
         ]
         with np.errstate(divide="ignore"):
-            columns = [measured | _derived(op, xp) for op, measured in zip(of_ops, own, strict=True)]
+            columns = [measured | _derived(op, xp) for op, measured in zip(of_ops, fields, strict=True)]
         return {
             f"{prefix}/{numbered(path, index)}/{operand}/{name}": values[name][*index, i]
             for path, values in zip(self.paths, columns, strict=True)

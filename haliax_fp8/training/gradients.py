@@ -245,7 +245,7 @@ class _ValueAndGrad(eqx.Module):
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_quantized_kernel)
         indices = [i for i, leaf in enumerate(leaves) if _is_whole_table(leaf)]
-        states, own, reached = [leaves[i] for i in indices], frozenset(indices), UsedArguments()
+        states, state_indices, reached = [leaves[i] for i in indices], frozenset(indices), UsedArguments()
         parts_with = lambda states: eqx.partition(_replaced(leaves, indices, states), _is_differentiated)
 
         def of(differentiated: Any, *, rest: Any, reached: UsedArguments | None) -> Any:
@@ -253,7 +253,7 @@ class _ValueAndGrad(eqx.Module):
             if indices and reached is not None:
                 leaves = _replaced(leaves, indices, _tagged([leaves[i] for i in indices], reached))
             # Records have the element type already; other state may not.
-            leaves = [leaf if i in own else _with_max_gradients(leaf) for i, leaf in enumerate(leaves)]
+            leaves = [leaf if i in state_indices else _with_max_gradients(leaf) for i, leaf in enumerate(leaves)]
             return self.function(jax.tree.unflatten(structure, leaves), *args, **kwargs)
 
         def read_by_loss() -> set[int]:

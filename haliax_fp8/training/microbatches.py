@@ -98,7 +98,7 @@ class DeviceParts:
         mesh = jax.sharding.get_abstract_mesh()
         if not automatic_mesh():
             raise ValueError(
-                f"{self._given} needs a mesh with automatic axes: call the step under jax.set_mesh(mesh), with "
+                f"{self._argument} needs a mesh with automatic axes: call the step under jax.set_mesh(mesh), with "
                 "axis_types=AxisType.Auto for all axes; on one device there is nothing to reduce"
             )
         for axis in self.choice.axes:
@@ -112,8 +112,8 @@ class DeviceParts:
         parts = self.count()
         if x.ndim == 0 or x.shape[0] % parts:
             raise ValueError(
-                f"{self._given}: {parts} devices do not divide the leading axis of a batch array of shape {x.shape}, "
-                "or of its microbatches"
+                f"{self._argument}: {parts} devices do not divide the leading axis of a batch array of shape "
+                f"{x.shape}, or of its microbatches"
             )
         return self.apart(x.reshape(parts, x.shape[0] // parts, *x.shape[1:]))
 
@@ -134,9 +134,9 @@ class DeviceParts:
             if not is_about_mapped_mesh_axis(error):
                 raise
             raise ValueError(
-                f"loss_fn divides an array over the mesh axes of {self._given}, but inside it every device has its own "
-                "rows. Leave these axes out of its sharding constraints; those that follow from Haliax's axis mapping "
-                "leave them out already"
+                f"loss_fn divides an array over the mesh axes of {self._argument}, but inside it every device has its "
+                "own rows. Leave these axes out of its sharding constraints; those that follow from Haliax's axis "
+                "mapping leave them out already"
             ) from error
 
     def reduced[T](self, gradients: T) -> T:
@@ -151,7 +151,7 @@ class DeviceParts:
         return jax.tree.map(reduce, gradients, is_leaf=lambda node: isinstance(node, CustomGradientAccumulation))
 
     @property
-    def _given(self) -> str:
+    def _argument(self) -> str:
         """The user's choice, for messages."""
         return f"reduce_gradients=ReduceOnce(over={self.choice.over!r})"
 
@@ -162,12 +162,12 @@ class DeviceParts:
         if mapping is None:
             yield
             return
-        with hax.axis_mapping({name: kept for name, axes in mapping.items() if (kept := self._without(axes))}):
+        with hax.axis_mapping({name: rest for name, axes in mapping.items() if (rest := self._without(axes))}):
             yield
 
     def _without(self, axes: Any) -> Any:
-        kept = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes) if axis not in self.choice.axes)
-        return kept[0] if len(kept) == 1 else kept
+        rest = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes) if axis not in self.choice.axes)
+        return rest[0] if len(rest) == 1 else rest
 
 
 def _accumulated(gradients: CustomGradientAccumulation) -> Any:

@@ -96,8 +96,8 @@ def counted(opt_state: PyTree, *, nested: bool = False) -> CountedState:
             "step outside jit; or use haliax_fp8.quantization_statistics inside, or a step of one phase, "
             "TrainStep(..., phases=[Phase(0, recipe)])"
         )
-    found = opt_state if isinstance(opt_state, CountedState) else CountedState(np.zeros((), np.int64), opt_state)
-    return found._replace(steps=np.asarray(found.steps, np.int64))
+    state = opt_state if isinstance(opt_state, CountedState) else CountedState(np.zeros((), np.int64), opt_state)
+    return state._replace(steps=np.asarray(state.steps, np.int64))
 
 
 class NonFiniteStep(ValueError):

@@ -44,7 +44,7 @@ def muon_dimensions(model: Any, *, rules: tuple[LayerRule, ...] = default_rules)
     require_model(model, "muon_dimensions(model)")
     require_no_quantized_kernels(model)
     Fp8Config(rules=rules)  # raises unless they are rules
-    found: dict[int, MuonDimensionNumbers] = {}
+    dimension_numbers: dict[int, MuonDimensionNumbers] = {}
     for path, (layer, stack) in find_layers(model, rules).items():
         rule = rule_of(layer, rules)
         if isinstance(rule, Refused) or isinstance(layer, hnn.Embedding) or is_head(path) or is_embedding(path):
@@ -62,8 +62,8 @@ def muon_dimensions(model: Any, *, rules: tuple[LayerRule, ...] = default_rules)
             )
         sizes = [[array.shape[axis] for axis in part] for part in axes]
         if all(any(size > 1 for size in part) for part in sizes):
-            found[id(array)] = MuonDimensionNumbers(*axes)
-    dimensions = [found.get(id(x)) for x in jax.tree.leaves(trainable_part(model))]
+            dimension_numbers[id(array)] = MuonDimensionNumbers(*axes)
+    dimensions = [dimension_numbers.get(id(x)) for x in jax.tree.leaves(trainable_part(model))]
     if not any(dimensions):
         raise ValueError(
             "model has no linear layer whose weight is trained, so Muon has nothing to do: give it the part that is "

@@ -35,10 +35,10 @@ def require_key_reaches_loss(loss_fn: Callable[..., Any], batch: tuple[Any, ...]
         return
     try:
         signature = inspect.signature(loss_fn)
-        is_given = "key" in signature.bind_partial(None, *batch).arguments
+        is_in_batch = "key" in signature.bind_partial(None, *batch).arguments
     except (TypeError, ValueError):  # a builtin, or a call that will say what is wrong
         return
-    if "key" in signature.parameters and not is_given:
+    if "key" in signature.parameters and not is_in_batch:
         raise ValueError(
             "key= is for recipes that round at random; it does not reach loss_fn, which has a parameter 'key'. Pass "
             "the loss's own key as loss_key=, or None as part of the batch"
@@ -139,21 +139,21 @@ def _require_labels_not_called(error: Exception) -> None:
                 )
 
 
-def _require_not_deleted(error: Exception, **given: Any) -> None:
+def _require_not_deleted(error: Exception, **arguments: Any) -> None:
     """Raises a ValueError that names what a step was given, if an earlier step reused its memory.
 
     Args:
         error: What JAX raised.
-        **given: Model, optimizer state and batch.
+        **arguments: Model, optimizer state and batch.
     """
     # Another failure of a step with `donate=True` may have deleted them itself.
     if not is_about_deleted_array(error):
         return
     is_deleted = lambda x: isinstance(x, jax.Array) and x.is_deleted()
-    found = [name for name, tree in given.items() if any(map(is_deleted, jax.tree.leaves(tree)))]
-    if found:
+    deleted = [name for name, tree in arguments.items() if any(map(is_deleted, jax.tree.leaves(tree)))]
+    if deleted:
         raise ValueError(
-            f"{' and '.join(found)} cannot be used again: arrays in it were deleted when an earlier step, with "
+            f"{' and '.join(deleted)} cannot be used again: arrays in it were deleted when an earlier step, with "
             "donate=True, reused their memory. Go on with the model and the opt_state that it returned, or use "
             "donate=False to keep the old ones"
         )

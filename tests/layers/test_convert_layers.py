@@ -580,8 +580,8 @@ def test_history_length_of_the_configuration_holds_for_every_recipe():
 
 def test_fields_of_the_configuration_as_keywords():
     model = selectable()
-    given = dict(recipe="rowwise", exclude="head", overrides={"up": "current"}, compute_dtype=jnp.bfloat16)
-    by_keywords, by_config = fp8_linear_layers(model, **given), fp8_linear_layers(model, Fp8Config(**given))
+    options = dict(recipe="rowwise", exclude="head", overrides={"up": "current"}, compute_dtype=jnp.bfloat16)
+    by_keywords, by_config = fp8_linear_layers(model, **options), fp8_linear_layers(model, Fp8Config(**options))
     assert str(describe(by_keywords)) == str(describe(by_config)) and "RowwiseScaling" in str(describe(by_keywords))
     assert_same(by_keywords, by_config)
 
@@ -644,9 +644,9 @@ def test_layers_of_flax_are_named_with_what_fits_them():
 def test_a_pattern_that_selects_nothing_names_the_nearest(argument, pattern, named):
     model = selectable()
     before = jax.tree.leaves(model)
-    given = {pattern: None} if argument == "overrides" else ["head", pattern]
+    patterns = {pattern: None} if argument == "overrides" else ["head", pattern]
     with pytest.raises(ValueError, match=f"{argument}=.*({named})"):
-        fp8_linear_layers(model, Fp8Config(**{argument: given}))
+        fp8_linear_layers(model, Fp8Config(**{argument: patterns}))
     assert all(a is b for a, b in zip(before, jax.tree.leaves(model), strict=True)) and not paths(model)
 
 

@@ -170,7 +170,7 @@ class Blocks(eqx.Module):
         return self.blocks.fold(x)
 
 
-OWN = {
+USER_OPS = {
     "a field": (lambda: Projection.init(KEY), ["dot"], 1),
     "a list": (lambda: Several([jnp.eye(16)] * 2, [Fp8DotGeneral.init("rowwise")] * 2), ["ops.0", "ops.1"], 2),
     "an einsum": (lambda: Scores(Projection.init(KEY), Fp8Einsum.init("current")), ["inner.dot", "scores"], 2),
@@ -183,9 +183,9 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", USER_OPS)
 def test_a_row_for_each_op_of_ones_own(name, caplog):
-    make, paths, products = OWN[name]
+    make, paths, products = USER_OPS[name]
     model, x = make(), jax.random.normal(KEY, (16, 16))
     described = describe(model)
     assert [row.path for row in described] == paths and all(row.precision == "FP8" for row in described)

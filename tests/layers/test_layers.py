@@ -406,15 +406,15 @@ def test_every_ragged_product_multiplies_fp8():
 
     def products(arrays, static):
         gradients = jax.grad(lambda arrays, x: kind.loss(eqx.combine(arrays, static), x, kind.g), argnums=(0, 1))
-        found = list(equations(jax.make_jaxpr(gradients)(arrays, kind.x)))
-        found += [e for outer in found if outer.primitive.name == "fp8_grouped_product" for e in on_one_device(outer)]
+        eqns = list(equations(jax.make_jaxpr(gradients)(arrays, kind.x)))
+        eqns += [e for outer in eqns if outer.primitive.name == "fp8_grouped_product" for e in on_one_device(outer)]
         return [
             (
                 equation.primitive.name,
                 *(str(v.aval.dtype) for v in (*equation.invars[:2], *equation.outvars)),
                 precision_of(equation),
             )
-            for equation in found
+            for equation in eqns
             if "dot_general" in equation.primitive.name
         ]
 

@@ -106,12 +106,12 @@ def message_of(function, mistake):
 
 def without_remedy(functions, mistake):
     """The calls whose error does not name a parameter, what was given, and the call."""
-    found = {call: message_of(function, mistake) for call, function in functions.items()}
+    messages = {call: message_of(function, mistake) for call, function in functions.items()}
     names = {"module", "model", "tree", "converted", "new_model", "served"}
     said = MISTAKES[mistake][1]
     return {
         call: (name, message)
-        for call, (name, message) in found.items()
+        for call, (name, message) in messages.items()
         if name not in names or not message.startswith(said) or call not in message
     }
 

@@ -29,13 +29,13 @@ LINEARS = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, FFN), (FFN, HIDDEN))
 def transformer_engine(device, figures, recipe):
     """The gain of the four layers, likely, least and most; and the milliseconds of bf16, and of what FP8 adds."""
     device, recipe = fp8.devices.Device.by_name(device), fp8.recipes.named[recipe]
-    found = [
+    predictions = [
         predict(LayerWork(LayerSize(*s), TOKENS, recipe, KernelResidual.REQUANTIZE, device), figures, LIKELY)
         for s in LINEARS
     ]
-    bf16 = sum(one.bf16 for one in found)
-    ends = [bf16 / sum(one.bf16 / one.gain_range[end] for one in found) for end in (0, 1)]
-    return bf16 / sum(one.fp8 for one in found), *ends, 1e3 * bf16, 1e3 * sum(one.overhead for one in found)
+    bf16 = sum(one.bf16 for one in predictions)
+    ends = [bf16 / sum(one.bf16 / one.gain_range[end] for one in predictions) for end in (0, 1)]
+    return bf16 / sum(one.fp8 for one in predictions), *ends, 1e3 * bf16, 1e3 * sum(one.overhead for one in predictions)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_the_row_of_transformer_engine_that_is_further_off():
 def test_a_layer_on_an_h200(inputs, outputs, measured):
     recipe, device = fp8.recipes.named["delayed"], fp8.devices.Device.by_name("h200")
     work = LayerWork(LayerSize(inputs, outputs), 8192, recipe, KernelResidual.REQUANTIZE, device)
-    found = predict(work, peaks["h200"], LIKELY)
-    least, most = found.gain_range
-    assert found.bf16 / found.fp8 == pytest.approx(measured, rel=WITHIN)
+    prediction = predict(work, peaks["h200"], LIKELY)
+    least, most = prediction.gain_range
+    assert prediction.bf16 / prediction.fp8 == pytest.approx(measured, rel=WITHIN)
     assert least < measured < most
 
 

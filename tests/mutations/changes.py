@@ -1331,8 +1331,8 @@ CHANGES = (
     Change(
         "the worst layer is worst by fprop alone",
         "statistics/comparison.py",
-        'own = ("fprop", "dgrad", "wgrad") if self.has_gradients else ("fprop",)',
-        'own = ("fprop",)',
+        'products = ("fprop", "dgrad", "wgrad") if self.has_gradients else ("fprop",)',
+        'products = ("fprop",)',
         ("test_compare.py",),
     ),
 )

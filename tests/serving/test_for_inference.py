@@ -267,8 +267,8 @@ def test_transformations(layout):
     with jax.set_mesh(mesh):
         on_devices = quantize_for_inference(divided, layout)
         assert on_devices.kernel.stored.data.array.sharding.spec[:1] == ("model",)
-        found = jax.jit(jax.vmap(on_devices))(put(x[:, 0], "data"))
-    np.testing.assert_array_equal(found, once[:, 0])
+        outputs = jax.jit(jax.vmap(on_devices))(put(x[:, 0], "data"))
+    np.testing.assert_array_equal(outputs, once[:, 0])
 
 
 @pytest.mark.parametrize("layout", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "NVFP4_DYNAMIC"])
@@ -474,15 +474,15 @@ def test_the_class_that_a_built_in_one_is_extended_to():
     doubled = Doubled(64, 32, key=jax.random.key(0))
     doubled = eqx.tree_at(lambda x: (x.weight, x.bias), doubled, (layer.weight, layer.bias))
     quantized = lambda layer, **how: quantize_for_inference(layer, "FP8_DYNAMIC", **how)
-    own = Fp8Config(rules=(DoubledRule(), *default_rules))
+    rules = (DoubledRule(), *default_rules)
     with pytest.raises(ValueError, match="the model itself is a Doubled, which has no"):
-        quantized(doubled, rules=own.rules)
-    served = quantized(doubled, rules=own.rules, quantized_layers={Doubled: QuantizedDoubled})
+        quantized(doubled, rules=rules)
+    served = quantized(doubled, rules=rules, quantized_layers={Doubled: QuantizedDoubled})
     plain = quantized(layer)
     np.testing.assert_array_equal(jax.vmap(served)(x), 2 * jax.vmap(plain)(x))
     # The nearest class decides, and a user's function comes before the built-in one.
     both = {eqx.nn.Linear: QuantizedDoubled, Doubled: QuantizedEquinoxLinear}
-    twice, once = quantized([layer, doubled], rules=own.rules, quantized_layers=both)
+    twice, once = quantized([layer, doubled], rules=rules, quantized_layers=both)
     assert (type(twice), type(once)) == (QuantizedDoubled, QuantizedEquinoxLinear)
 
 

@@ -17,7 +17,7 @@ def test_against_float64_masked_and_under_jit():
     trained = sampled + change
     mask = rng.random((4, 32)) < 0.7
     of_mask = np.where(mask, trained, np.nan).astype(np.float32)
-    found = jax.jit(lambda a, b, mask: log_probability_mismatch(a, b, mask=mask))(of_mask, sampled, mask)
+    mismatch = jax.jit(lambda a, b, mask: log_probability_mismatch(a, b, mask=mask))(of_mask, sampled, mask)
     c = (trained.astype(np.float64) - sampled.astype(np.float64))[mask]
     expected = {
         "mean": np.abs(c).mean(),
@@ -29,7 +29,7 @@ def test_against_float64_masked_and_under_jit():
         "tokens": mask.sum(),
     }
     for name, value in expected.items():
-        np.testing.assert_allclose(found.flat()[f"serving/{name}"], value, rtol=1e-4, atol=1e-8)
+        np.testing.assert_allclose(mismatch.flat()[f"serving/{name}"], value, rtol=1e-4, atol=1e-8)
     small = log_probability_mismatch(np.float32([-1.0, -2.0]) + np.float32([1e-3, 0.0]), np.float32([-1.0, -2.0]))
     c = np.float64(np.float32(-1.0) + np.float32(1e-3)) + 1.0
     np.testing.assert_allclose(small.k3, (np.expm1(c) - c) / 2, rtol=1e-5)
@@ -39,9 +39,9 @@ def test_the_multiplicative_error_of_probabilities_that_double_and_halve():
     """Twice and half as probable count alike, so the signs do not cancel; padding does not dilute them."""
     trained, sampled = np.log([0.5, 0.2, 0.3, 0.9]), np.log([0.25, 0.4, 0.3, 0.001])
     mask = np.array([True, True, True, False])
-    found = log_probability_mismatch(np.float32(trained), np.float32(sampled), mask=mask)
-    np.testing.assert_allclose(found.multiplicative_error, (2 + 2 + 1) / 3, rtol=1e-6)
-    assert "multiplicative error 1.67" in " ".join(str(found).split())
+    mismatch = log_probability_mismatch(np.float32(trained), np.float32(sampled), mask=mask)
+    np.testing.assert_allclose(mismatch.multiplicative_error, (2 + 2 + 1) / 3, rtol=1e-6)
+    assert "multiplicative error 1.67" in " ".join(str(mismatch).split())
 
 
 def test_named_arrays_and_errors():
@@ -70,17 +70,17 @@ COUNTS = np.array([[True, True, False]] * 2)
 def test_weights_and_metrics_by_hand(level, kind, cap, weights, ess, chi_squared, capped):
     """Padding has a ratio of 3e8, and neither a weight nor a part in the metrics."""
     compute = lambda a, b, mask: importance_weights(a, b, mask, level=level, kind=kind, cap=cap)
-    found = jax.jit(compute)(TRAINED, SAMPLED, COUNTS)
-    np.testing.assert_allclose(found.weights, np.pad(np.float32(weights), ((0, 0), (0, 1))), rtol=1e-6)
+    importance = jax.jit(compute)(TRAINED, SAMPLED, COUNTS)
+    np.testing.assert_allclose(importance.weights, np.pad(np.float32(weights), ((0, 0), (0, 1))), rtol=1e-6)
     expected = {"effective_sample_size": ess, "chi_squared": chi_squared, "capped": capped, "k3": _k3()}
     for name, value in (expected | {"multiplicative_error": (5 + 1.5 + 2 + 1) / 4, "tokens": 4}).items():
-        np.testing.assert_allclose(found.flat()[f"serving/{name}"], value, rtol=1e-5)
+        np.testing.assert_allclose(importance.flat()[f"serving/{name}"], value, rtol=1e-5)
     # The same for named arrays, whose axes may be in any order.
     axes = ("position", "batch")
     a, b, mask = (hax.named(x.T, axes) for x in (TRAINED, SAMPLED, COUNTS))
     axis = "position" if level == "sequence" else None
     named = importance_weights(a, b, mask, level=level, kind=kind, cap=cap, axis=axis)
-    np.testing.assert_allclose(named.weights.array.T, found.weights, rtol=1e-6)
+    np.testing.assert_allclose(named.weights.array.T, importance.weights, rtol=1e-6)
     assert [axis.name for axis in named.weights.axes] == list(axes)
 
 
@@ -98,9 +98,9 @@ def test_chi_squared_keeps_the_digits_of_small_changes():
 
 def test_rows_and_batches_without_tokens():
     """A row of padding alone is no sample; without any, weights are 0 and metrics NaN."""
-    found = importance_weights(TRAINED, SAMPLED, COUNTS & [[False], [True]], level="sequence")
-    np.testing.assert_allclose(found.weights, [[0, 0, 0], [0.5, 0.5, 0]], rtol=1e-6)
-    np.testing.assert_allclose([found.effective_sample_size, found.chi_squared], [1, 0.25 - 1], rtol=1e-6)
+    importance = importance_weights(TRAINED, SAMPLED, COUNTS & [[False], [True]], level="sequence")
+    np.testing.assert_allclose(importance.weights, [[0, 0, 0], [0.5, 0.5, 0]], rtol=1e-6)
+    np.testing.assert_allclose([importance.effective_sample_size, importance.chi_squared], [1, 0.25 - 1], rtol=1e-6)
     for level in ("token", "sequence"):
         nothing = importance_weights(TRAINED, SAMPLED, np.zeros_like(COUNTS), level=level)
         assert (nothing.weights == 0).all() and np.isnan(nothing.effective_sample_size)

@@ -194,17 +194,17 @@ def test_mismatch():
     assert dataclasses.astuple(static.served) == (0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
     plain = quantize_for_inference(model, "W8A16")
     chosen = jax.random.randint(jax.random.key(5), (Batch.size, Position.size), 0, 24)
-    found = serving_mismatch(model, plain, x, tokens=chosen)
+    mismatch = serving_mismatch(model, plain, x, tokens=chosen)
     p, q = (np.asarray(logits_and_loss(m, x)[0]).astype(np.float64) for m in (model, plain))
-    assert found.positions == 8 and found.served.equal == (p == q).mean() < 1.0
+    assert mismatch.positions == 8 and mismatch.served.equal == (p == q).mean() < 1.0
     p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (p, q))
     ratio = np.take_along_axis(q / p, np.asarray(chosen)[..., None], -1)
-    np.testing.assert_allclose(found.served.mean, np.abs(np.log(ratio)).mean(), rtol=1e-9)
-    np.testing.assert_allclose(found.served.largest, np.abs(np.log(ratio)).max(), rtol=1e-9)
-    np.testing.assert_allclose(found.served.kl, (p * np.log(p / q)).sum(-1).mean(), rtol=1e-6)
-    np.testing.assert_allclose(found.served.k3, (ratio - 1 - np.log(ratio)).mean(), rtol=1e-6)
-    assert found.served.agreement == (p.argmax(-1) == q.argmax(-1)).mean()
-    assert "floor" in str(found)
+    np.testing.assert_allclose(mismatch.served.mean, np.abs(np.log(ratio)).mean(), rtol=1e-9)
+    np.testing.assert_allclose(mismatch.served.largest, np.abs(np.log(ratio)).max(), rtol=1e-9)
+    np.testing.assert_allclose(mismatch.served.kl, (p * np.log(p / q)).sum(-1).mean(), rtol=1e-6)
+    np.testing.assert_allclose(mismatch.served.k3, (ratio - 1 - np.log(ratio)).mean(), rtol=1e-6)
+    assert mismatch.served.agreement == (p.argmax(-1) == q.argmax(-1)).mean()
+    assert "floor" in str(mismatch)
     with pytest.raises(ValueError, match="tokens has shape"):
         serving_mismatch(model, plain, x, tokens=chosen[:1])
 

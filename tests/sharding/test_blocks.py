@@ -124,8 +124,8 @@ def test_gradients_on_several_devices_are_those_of_one(recipe):
         return jax.lax.psum(loss(op, x, w), "data")
 
     mapped = jax.shard_map(of_parts, mesh=MESH, in_specs=(P(), P("data"), P()), out_specs=P())
-    for found in (divided, jax.jit(jax.grad(mapped, (1, 2)))(op, x, w)):
-        for got, wanted in zip(found, expected, strict=True):
+    for on_devices in (divided, jax.jit(jax.grad(mapped, (1, 2)))(op, x, w)):
+        for got, wanted in zip(on_devices, expected, strict=True):
             # The loss's own sum over devices, and that of dw: another order, and then another E4M3 value for a few.
             assert np.linalg.norm(got - wanted) < 2e-3 * np.linalg.norm(wanted)
 

@@ -54,5 +54,5 @@ def test_gradients_of_inputs_have_the_bits_of_one_device(case):
     expected = gradient(model, x)[1]
     with jax.set_mesh(MESH):
         put = lambda node, spec: jax.device_put(node, NamedSharding(MESH, spec))
-        found = gradient(jax.tree.map(lambda a: put(a, P()), model), jax.tree.map(lambda a: put(a, rows), x))[1]
-    np.testing.assert_array_equal(np.asarray(found.array), np.asarray(expected.array))
+        divided = gradient(jax.tree.map(lambda a: put(a, P()), model), jax.tree.map(lambda a: put(a, rows), x))[1]
+    np.testing.assert_array_equal(np.asarray(divided.array), np.asarray(expected.array))

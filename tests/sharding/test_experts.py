@@ -32,7 +32,7 @@ ROWS = DEVICES * DEVICES * CAPACITY
 MESH = jax.make_mesh((DEVICES,), ("experts",), axis_types=(AxisType.Auto,))
 # Of each device's experts, those that have rows on it: one has none, another device does not fill its rows.
 SIZES = jnp.array([20, 0, 3, 17, 10, 10, 6, 8], jnp.int32)
-OWN = P("experts")
+BY_EXPERT = P("experts")
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def problem(dtype=jnp.float32):
 
 def on_devices(loss, *, check_vma=True, outside=False):
     """The gradients of op, kernels and rows; op and kernels are shared, or each device's own."""
-    specs = (P(), OWN, OWN), OWN, OWN
+    specs = (P(), BY_EXPERT, BY_EXPERT), BY_EXPERT, BY_EXPERT
     if outside:
         total = lambda *args: lax.psum(loss(*args), "experts")
         mapped = jax.shard_map(total, mesh=MESH, in_specs=specs, out_specs=P(), check_vma=check_vma)
@@ -62,8 +62,8 @@ def on_devices(loss, *, check_vma=True, outside=False):
 
 def of_rows(rows):
     """Rows without what lies beyond those of a device's experts, which one device alone does not have in between."""
-    kept = [np.asarray(rows[i * ROWS // DEVICES :][: SIZES[2 * i : 2 * i + 2].sum()]) for i in range(DEVICES)]
-    return np.concatenate(kept)
+    of_experts = [np.asarray(rows[i * ROWS // DEVICES :][: SIZES[2 * i : 2 * i + 2].sum()]) for i in range(DEVICES)]
+    return np.concatenate(of_experts)
 
 
 @pytest.mark.more
@@ -88,7 +88,7 @@ def test_under_shard_map(check_vma, outside):
 
 # --- Automatic axes ---------------------------------------------------------------------------------------------------
 
-HOW = [(P(), OWN), (OWN, OWN), (P(None, "experts"), P(None, None, "experts"))]
+HOW = [(P(), BY_EXPERT), (BY_EXPERT, BY_EXPERT), (P(None, "experts"), P(None, None, "experts"))]
 
 
 @pytest.mark.parametrize("specs", HOW, ids=["rows on all devices", "rows divided", "features divided"])
@@ -170,18 +170,18 @@ def drawn_spec(shape, rng):
 def test_each_device_multiplies_its_share_of_the_rows():
     """Even where all devices have all rows. Gradients of kernels are added up to where the kernels are."""
     (op, kernels, rows), _ = problem(jnp.bfloat16)
-    everywhere, own = NamedSharding(MESH, P()), NamedSharding(MESH, OWN)
+    everywhere, by_expert = NamedSharding(MESH, P()), NamedSharding(MESH, BY_EXPERT)
     loss = lambda params: params[0].ragged_dot(params[1], params[2], SIZES).sum()
     gradients = jax.jit(
         lambda op, kernels, rows: fp8.filter_grad(loss)((op, rows, kernels)),
-        in_shardings=(everywhere, own, everywhere),
-        out_shardings=(everywhere, everywhere, own),
+        in_shardings=(everywhere, by_expert, everywhere),
+        out_shardings=(everywhere, everywhere, by_expert),
     )
     text = gradients.lower(op, kernels, rows).compile().as_text()
     products = re.findall(r"= f32\[([0-9,]+)\]\S* dot\((.*?)\)", text)
     shapes = dict(re.findall(r"^\s*(?:ROOT )?(%\S+) = \w+\[([0-9,]+)\]", text, re.MULTILINE))
-    found = [shape for out, names in products for shape in (out, *map(shapes.get, names.split(", ")))]
-    axes = {size for shape in found for size in shape.split(",")}
+    of_products = [shape for out, names in products for shape in (out, *map(shapes.get, names.split(", ")))]
+    axes = {size for shape in of_products for size in shape.split(",")}
     assert str(ROWS // DEVICES) in axes and str(ROWS) not in axes
     assert re.search(r" reduce-scatter\(", text)
 
@@ -220,7 +220,7 @@ def test_gradients_sent_in_fp8():
 
     def back(gradient_format):
         loss = lambda rows, c: (send_rows(rows, op, exchange, gradient_format=gradient_format) * c).sum()
-        return jax.jit(jax.shard_map(jax.grad(loss), mesh=MESH, in_specs=(OWN, OWN), out_specs=OWN))
+        return jax.jit(jax.shard_map(jax.grad(loss), mesh=MESH, in_specs=(BY_EXPERT, BY_EXPERT), out_specs=BY_EXPERT))
 
     c = c[:, :INPUTS].at[0].multiply(1e-36).at[0, 0].set(0)
     exact, rounded = back(None)(rows, c), back(E5M2)(rows, c)

@@ -185,7 +185,7 @@ def test_devices_keep_their_parts_of_an_ensembles_kernels():
     put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
     divided = eqx.tree_at(lambda l: l.weight, layers, put(layers.weight, None, "data", "model"))
     compiled = eqx.filter_jit(eqx.filter_grad(loss)).lower(divided, put(x)).compile()
-    found = compiled(divided, put(x)).dot_general
-    np.testing.assert_array_equal(found.amax_history("kernel"), plain.dot_general.amax_history("kernel"))
+    op = compiled(divided, put(x)).dot_general
+    np.testing.assert_array_equal(op.amax_history("kernel"), plain.dot_general.amax_history("kernel"))
     text = compiled.compiled.as_text()
     assert "all-reduce(" in text and "all-gather(" not in text

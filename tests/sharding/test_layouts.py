@@ -75,24 +75,24 @@ def gradients(models, x):
 @eqx.filter_jit
 def on_one_device(models, x):
     """Gradients, and the models of the next step."""
-    found, new = gradients(models, x), {}
-    for recipe, (_, gradient) in found.items():
+    by_recipe, new = gradients(models, x), {}
+    for recipe, (_, gradient) in by_recipe.items():
         overwrites, rest = fp8.partition_for_grad_overwrite(gradient)
         updates = jax.tree.map(lambda g: -RATE * g, rest)
         new[recipe] = fp8.apply_updates(models[recipe], updates, overwrites)
-    return found, new
+    return by_recipe, new
 
 
 @functools.cache
 def steps(recipes, count):
     """The models before each step, its batch, and what one device computes of them."""
-    models, found = {recipe: fp8.fp8_linear_layers(Gated.init(), recipe=recipe) for recipe in recipes}, []
+    models, reference = {recipe: fp8.fp8_linear_layers(Gated.init(), recipe=recipe) for recipe in recipes}, []
     for i in range(count):
         x = hax.random.normal(jax.random.key(i), (Batch, Position.alias("sequence"), Embed)) * (1.0 + i)
         expected, new = on_one_device(models, x)
-        found.append((models, x, expected))
+        reference.append((models, x, expected))
         models = new
-    return found
+    return reference
 
 
 def on_mesh(tree, mapping):
@@ -110,9 +110,9 @@ def check(layout, recipes, count):
     run = eqx.filter_jit(gradients)
     for models, x, expected in steps(recipes, count):
         with jax.set_mesh(MESH), hax.axis_mapping(activations):
-            found = run(on_mesh(models, parameters), on_mesh(x, activations))
+            by_recipe = run(on_mesh(models, parameters), on_mesh(x, activations))
         for recipe in recipes:
-            (loss, gradient), (expected_loss, wanted) = found[recipe], expected[recipe]
+            (loss, gradient), (expected_loss, wanted) = by_recipe[recipe], expected[recipe]
             assert np.isfinite(loss)
             limit, distance = LIMITS.get(recipe, (2e-6, 5e-3))
             np.testing.assert_allclose(loss, expected_loss, rtol=limit, err_msg=recipe)

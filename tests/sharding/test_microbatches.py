@@ -94,14 +94,14 @@ def expected():
 
 def gathered(text):
     """How many elements of kernels devices get in each run of an instruction, and whether all are outside of loops."""
-    computation, found = "", []
+    computation, gathers = "", []
     for line in text.splitlines():
         if header := re.match(r"(ENTRY )?%\S+ \(.*\{$", line):
             computation = header[1]
         if shapes := re.search(r"= (.*) all-gather(-start)?\(", line):
             sizes = [np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"\w+\[([\d,]+)\]", shapes[1])]
-            found += [(size, computation == "ENTRY ") for size in sizes if size >= WEIGHTS]
-    return found
+            gathers += [(size, computation == "ENTRY ") for size in sizes if size >= WEIGHTS]
+    return gathers
 
 
 CHOICES = [

@@ -20,9 +20,9 @@ def start(process, count, port, folder):
 
 
 def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as tcp:
+        tcp.bind(("127.0.0.1", 0))
+        return tcp.getsockname()[1]
 
 
 @pytest.mark.slow

@@ -68,8 +68,8 @@ def parts_of(x, target, microbatches, devices):
     """The rows of each microbatch and device: devices hold neighbouring rows, microbatches take every n-th."""
     for i in range(microbatches):
         rows = np.arange(i, Batch.size, microbatches).reshape(devices, -1)
-        for own in rows:
-            yield hax.named(x.array[own], (Batch.resize(len(own)), Position, Embed)), target[own]
+        for indices in rows:
+            yield hax.named(x.array[indices], (Batch.resize(len(indices)), Position, Embed)), target[indices]
 
 
 def expected_step(model, x, target, microbatches, devices):
@@ -115,13 +115,13 @@ def test_a_step_is_that_of_the_parts(layout, recipe, microbatches):
     with jax.set_mesh(MESH), hax.axis_mapping(activations):
         sharded = on_mesh(model, parameters)
         rows = on_mesh(x, activations), jax.device_put(target, NamedSharding(MESH, P(over)))
-        found, _, metrics = step(sharded, step.init(sharded), *rows)
+        new, _, metrics = step(sharded, step.init(sharded), *rows)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-6)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(gradients), rtol=1e-3)
-    for a, b, g in zip(*map(jax.tree.leaves, (fp8.trainable(found), fp8.trainable(expected), gradients)), strict=True):
+    for a, b, g in zip(*map(jax.tree.leaves, (fp8.trainable(new), fp8.trainable(expected), gradients)), strict=True):
         error = np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(RATE * np.asarray(g))
         assert error < 5e-3, a.shape
-    for a, b in zip(states(found), states(expected), strict=True):
+    for a, b in zip(states(new), states(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2 * 2**-23)
 
 
@@ -134,9 +134,9 @@ def test_a_device_whose_rows_are_zero_does_not_keep_the_first_scale():
     step = fp8.TrainStep(loss_fn, optax.sgd(RATE), reduce_gradients=ReduceOnce(over="data"))
     with jax.set_mesh(MESH), hax.axis_mapping(DATA):
         rows = on_mesh(x, DATA), jax.device_put(target, NamedSharding(MESH, P("data")))
-        found, *_ = step(model, step.init(model), *rows)
+        new, *_ = step(model, step.init(model), *rows)
     assert float(expected.up.dot_general.scale("input")) < 1e-3
-    for a, b in zip(states(found), states(expected), strict=True):
+    for a, b in zip(states(new), states(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
@@ -146,18 +146,18 @@ def test_gradients_travel_in_the_dtype_asked_for():
     model = fp8.fp8_linear_layers(Net.init(), recipe="delayed")
     x, target = batch(1)
     _, _, gradients = expected_step(model, x, target, 2, 2)
-    found = {}
+    models = {}
     for dtype in (jnp.float32, jnp.bfloat16):
         reduction = ReduceOnce(over="data", dtype=dtype)
         step = fp8.TrainStep(loss_fn, optax.sgd(1.0), microbatches=2, reduce_gradients=reduction)
         with jax.set_mesh(MESH), hax.axis_mapping(DATA):
-            found[dtype], _, _ = step(model, step.init(model), x, target)
-    exact, rounded = (np.asarray(model.last.weight - new.last.weight) for new in found.values())
+            models[dtype], _, _ = step(model, step.init(model), x, target)
+    exact, rounded = (np.asarray(model.last.weight - new.last.weight) for new in models.values())
     norm = np.linalg.norm(np.asarray(gradients.last.weight))
     assert np.linalg.norm(exact - np.asarray(gradients.last.weight)) < 1e-5 * norm
     # Three roundings to 8 bits, of at most 2^-9 each; not fewer than one.
     assert 2.0**-12 * norm < np.linalg.norm(rounded - exact) < 3 * 2.0**-9 * norm
-    for a, b in zip(*map(states, found.values()), strict=True):
+    for a, b in zip(*map(states, models.values()), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -194,9 +194,9 @@ def test_haliaxs_own_state():
     with jax.numpy_dtype_promotion("standard"):
         step = fp8.TrainStep(loss_fn, optax.sgd(RATE), reduce_gradients=ReduceOnce(over="data"))
         with jax.set_mesh(MESH), hax.axis_mapping(DATA):
-            found, _, _ = step(model, step.init(model), x, target)
+            new, _, _ = step(model, step.init(model), x, target)
     amax = float(jnp.abs(x.array).max())
-    assert float(found.up.dot_general.input_amax_history.max()) == amax
+    assert float(new.up.dot_general.input_amax_history.max()) == amax
 
 
 @pytest.mark.parametrize(

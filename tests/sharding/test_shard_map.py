@@ -94,8 +94,8 @@ def test_rows_apart_need_no_communication_and_are_those_of_one_device():
 
 def maxima_over_devices(function, *args):
     """How many there are in a program."""
-    found = jax.jit(function).lower(*args).as_text().split('"stablehlo.all_reduce"')[1:]
-    return sum("stablehlo.maximum" in text.split("stablehlo.return")[0] for text in found)
+    reductions = jax.jit(function).lower(*args).as_text().split('"stablehlo.all_reduce"')[1:]
+    return sum("stablehlo.maximum" in text.split("stablehlo.return")[0] for text in reductions)
 
 
 @pytest.mark.parametrize(

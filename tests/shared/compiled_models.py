@@ -30,12 +30,12 @@ DEVICES = ("h100", "b200", "tpu7x")
 
 def on(names: Iterable[str], devices: Iterable[str] = DEVICES) -> list:
     """Each name with each device, skipped where the device's compiler is not installed."""
-    names, found = list(names), []
+    names, cases = list(names), []
     for device in devices:
         missing = compilable_devices[device].missing()
         skip = pytest.mark.skipif(missing is not None, reason=missing or "")
-        found += [pytest.param(name, device, marks=[skip, pytest.mark.slow], id=f"{name}-{device}") for name in names]
-    return found
+        cases += [pytest.param(name, device, marks=[skip, pytest.mark.slow], id=f"{name}-{device}") for name in names]
+    return cases
 
 
 def with_one_architecture(cases: list) -> list:

@@ -33,8 +33,8 @@ def step(op, kernels, rows, sizes, c):
         out = op.ragged_dot(send_rows(rows, op, exchange), kernels, sizes)
         return lax.psum((out * c).astype(jnp.float32).sum(), "experts")
 
-    own = P("experts")
-    total = jax.shard_map(loss, in_specs=((P(), own, own), own, own), out_specs=P())
+    by_expert = P("experts")
+    total = jax.shard_map(loss, in_specs=((P(), by_expert, by_expert), by_expert, by_expert), out_specs=P())
     return filter_grad(lambda params: total(params, sizes, c))((op, kernels, rows))
 
 
@@ -45,11 +45,11 @@ def under_automatic_axes(op, kernels, rows, sizes, c):
     return jax.lax.with_sharding_constraint(of_kernels, P("experts")), of_rows
 
 
-def described(found):
+def described(report):
     """Products, the shapes of arrays that devices send each other, and FLOPs of one device."""
-    products = {product.name: product.implementation for product in found.products}
-    sends = re.findall(r"= \(*(\S+?)\{.* (all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(", found.text)
-    return {"products": products, "sent": sends, "useful": found.useful_flops, "computed": found.flops}
+    products = {product.name: product.implementation for product in report.products}
+    sends = re.findall(r"= \(*(\S+?)\{.* (all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(", report.text)
+    return {"products": products, "sent": sends, "useful": report.useful_flops, "computed": report.flops}
 
 
 if __name__ == "__main__":
@@ -57,11 +57,11 @@ if __name__ == "__main__":
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     sizes = jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)
     args = op, of(EXPERTS, INPUTS, OUTPUTS), of(ROWS, INPUTS), sizes, of(ROWS, OUTPUTS)
-    own = P("experts")
+    by_expert = P("experts")
     where = {"device": sys.argv[1], "mesh": {"experts": DEVICES}}
     steps = {
-        "shard_map": (step, (None, own, own, own, own)),
-        "automatic axes": (under_automatic_axes, (None, own, own, None, own)),
+        "shard_map": (step, (None, by_expert, by_expert, by_expert, by_expert)),
+        "automatic axes": (under_automatic_axes, (None, by_expert, by_expert, None, by_expert)),
     }
     reports = {name: inspect_step(of, *args, **where, shardings=at).step for name, (of, at) in steps.items()}
     print(json.dumps({name: described(report) for name, report in reports.items()}))

@@ -44,21 +44,21 @@ def arguments(recipe, experts, rows, inputs, outputs, **options):
 
 
 def figures(device, *shape, recipe="delayed", **options):
-    found = inspect_step(step, *arguments(recipe, *shape, **options), device=device).step
+    report = inspect_step(step, *arguments(recipe, *shape, **options), device=device).step
     return {
-        "products": sorted((product.name, product.implementation, product.out) for product in found.products),
-        "fp8_share": found.fp8_share,
-        "flops": found.flops,
-        "useful_flops": found.useful_flops,
-        "gigabytes": found.others.bytes / 1e9,
-        "megabytes": found.memory.temporaries / 1e6,
+        "products": sorted((product.name, product.implementation, product.out) for product in report.products),
+        "fp8_share": report.fp8_share,
+        "flops": report.flops,
+        "useful_flops": report.useful_flops,
+        "gigabytes": report.others.bytes / 1e9,
+        "megabytes": report.memory.temporaries / 1e6,
     }
 
 
 if __name__ == "__main__":
     device = sys.argv[1]
-    found = {name: figures(device, *shape) for name, shape in SHAPES.items()}
+    by_case = {name: figures(device, *shape) for name, shape in SHAPES.items()}
     # With a scale for each row or block.
     for recipe in ["rowwise", *(["deepseek"] if device == "h100" else [])]:
-        found[recipe] = figures(device, 3, 384, 128, 192, recipe=recipe, use_gmm=True)
-    print(json.dumps(found))
+        by_case[recipe] = figures(device, 3, 384, 128, 192, recipe=recipe, use_gmm=True)
+    print(json.dumps(by_case))

@@ -65,8 +65,8 @@ def letters(numbers, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
     for left, right in [*zip(lhs_contract, rhs_contract, strict=True), *zip(lhs_batch, rhs_batch, strict=True)]:
         rhs[right] = lhs[left]
     batch = [lhs[axis] for axis in lhs_batch]
-    kept = [name for name in lhs if name not in rhs], [name for name in rhs if name not in lhs]
-    return "".join(lhs), "".join(rhs), "".join([*batch, *kept[0], *kept[1]])
+    free = [name for name in lhs if name not in rhs], [name for name in rhs if name not in lhs]
+    return "".join(lhs), "".join(rhs), "".join([*batch, *free[0], *free[1]])
 
 
 @dataclasses.dataclass

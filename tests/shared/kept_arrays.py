@@ -35,8 +35,8 @@ def residuals(loss: Any, args: Sequence[Any]) -> Arrays:
     """
     abstract = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     arrays, static = eqx.partition(args, abstract)
-    kept = jax.eval_shape(lambda arrays: jax.vjp(lambda arrays: loss(eqx.combine(arrays, static)), arrays)[1], arrays)
-    return Counter((xla_name(leaf.dtype), leaf.size) for leaf in jax.tree.leaves(kept))
+    saved = jax.eval_shape(lambda arrays: jax.vjp(lambda arrays: loss(eqx.combine(arrays, static)), arrays)[1], arrays)
+    return Counter((xla_name(leaf.dtype), leaf.size) for leaf in jax.tree.leaves(saved))
 
 
 def kept_arrays(text: str) -> Arrays:
@@ -54,10 +54,10 @@ def kept_arrays(text: str) -> Arrays:
         outermost = launch
         while outermost.caller is not None:
             outermost = outermost.caller
-        found = {product_name(site.instruction.op_name or launch.instruction.op_name) for site in _products(launch)}
-        products.setdefault(outermost.instruction.name, set()).update(found)
+        names = {product_name(site.instruction.op_name or launch.instruction.op_name) for site in _products(launch)}
+        products.setdefault(outermost.instruction.name, set()).update(names)
     order = list(module.entry.instructions)
-    end = max(order.index(name) for name, found in products.items() if found and found <= {"fprop", "forward"})
+    end = max(order.index(name) for name, names in products.items() if names and names <= {"fprop", "forward"})
     reader = _Reader(module, set(order[end + 1 :]))
     return Counter(
         (shape.dtype, shape.size)

@@ -37,13 +37,13 @@ def newest_amaxes(op) -> np.ndarray:
 def kernel_amaxes(model) -> dict[str, np.ndarray]:
     """The largest magnitude in each converted layer's weight, over all axes but those of stacks, in float64."""
     is_layer = lambda node: is_op(getattr(node, "dot_general", None))
-    found = {}
+    amaxes = {}
     for path, layer in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_layer):
         if is_layer(layer):
             weight, stack = float64(layer.weight), layer.dot_general.scale("kernel").shape
             magnitudes = np.abs(weight).reshape(*weight.shape[: len(stack)], -1)
-            found[path_of(path)] = magnitudes.max(-1)
-    return found
+            amaxes[path_of(path)] = magnitudes.max(-1)
+    return amaxes
 
 
 def fp8_error(layers: int) -> float:

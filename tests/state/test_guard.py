@@ -143,9 +143,9 @@ def test_a_model_that_was_cast_whole_tells_its_scales(dtype):
     op = eqx.tree_at(lambda op: op.state, op, op.state.with_scale(jnp.array([0.5, 3.0, 0.0117])))
     cast = jax.tree.map(lambda x: x.astype(dtype), op)
     for operand, scale in (("input", 0.5), ("kernel", 3.0), ("output_grad", 0.0117)):
-        found = cast.scale(operand)
-        assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, scale, rtol=2.0**-8)
+        actual = cast.scale(operand)
+        assert actual.dtype == jnp.float32
+        np.testing.assert_allclose(actual, scale, rtol=2.0**-8)
     assert not is_state_changed(cast.state)
     # A scale that something else changed is not made to look right by that.
     wrong = eqx.tree_at(lambda op: op.state.table.array, cast, cast.state.table.array.at[..., 0].multiply(2))
@@ -172,9 +172,9 @@ def test_changes_are_noticed(name):
     guards = np.asarray(guard_of(jnp.asarray(scales)))
     with np.errstate(all="ignore"):
         scale, guard = (np.asarray(x, np.float32) for x in CHANGES[name](scales, guards))
-    found = taken(jnp.asarray(scale), jnp.asarray(guard))
+    checked = taken(jnp.asarray(scale), jnp.asarray(guard))
     changed = (scale != scales) | (guard != guards)
-    assert np.isnan(found[changed]).all()
+    assert np.isnan(checked[changed]).all()
     indices = np.flatnonzero(changed)[:200]
     assert all(is_modified(scale[i : i + 1], guard[i : i + 1]) for i in indices)
 
@@ -231,9 +231,9 @@ def test_device_and_host_agree_on_numbers_that_are_not_ordinary():
     special = np.array([0.0, -0.0, 1e-40, 2e-40, -1e-40, -1.0, -2.0, 0.25, 0.5, np.inf, -np.inf, np.nan], np.float32)
     special = np.concatenate([special, np.asarray(guard_of(jnp.array([1e-38, 0.25, np.inf])))])
     scale, guard = (x.ravel() for x in np.meshgrid(special, special))
-    own = np.asarray(fit(jnp.asarray(scale), jnp.asarray(guard)))
+    fits = np.asarray(fit(jnp.asarray(scale), jnp.asarray(guard)))
     changed = [is_modified(scale[i : i + 1], guard[i : i + 1]) for i in range(scale.size)]
-    np.testing.assert_array_equal(~own, changed)
+    np.testing.assert_array_equal(~fits, changed)
 
 
 def test_a_guard_is_positive():

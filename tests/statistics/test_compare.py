@@ -35,38 +35,38 @@ def expected(a, b):
 
 
 def check(distance, a, b):
-    found = distance.relative_error, distance.cosine_distance, distance.largest
+    distances = distance.relative_error, distance.cosine_distance, distance.largest
     # Sums of float32 numbers in another order.
-    np.testing.assert_allclose([float(x) for x in found], expected(a, b), rtol=2e-3, atol=1e-7)
+    np.testing.assert_allclose([float(x) for x in distances], expected(a, b), rtol=2e-3, atol=1e-7)
 
 
 def by_hand(model, x, probes):
     """The input and the product of each layer; `probes` are added to products, so their gradients are theirs."""
-    found, h = [], x
+    products, h = [], x
     for layer, probe in zip(model.layers, probes, strict=True):
         product = jax.vmap(layer)(h) - layer.bias[None] + probe
-        found.append((h, product))
+        products.append((h, product))
         h = product + layer.bias[None]
         h = jax.nn.relu(h) if layer is not model.layers[-1] else h
-    return jnp.mean((h - jnp.sin(x)) ** 2), found
+    return jnp.mean((h - jnp.sin(x)) ** 2), products
 
 
 @pytest.mark.more
 def test_of_every_layer_alone_and_accumulated():
     plain = eqx.nn.MLP(16, 16, 32, 1, key=jax.random.key(0))
     model = converted(plain)
-    found = compare(plain, model, loss, X)
+    comparison = compare(plain, model, loss, X)
     probes = [jnp.zeros((8, layer.out_features)) for layer in plain.layers]
-    grads, kept = [], []
+    grads, of_layers = [], []
     for m in (plain, model):
         (_, products), of_probes = jax.value_and_grad(lambda p, m=m: by_hand(m, X, p), has_aux=True)(probes)
-        kept.append(products)
+        of_layers.append(products)
         grads.append(of_probes)
     of_weights = [fp8.filter_grad(loss)(m, X).layers for m in (plain, model)]
     product = lambda dot, x, w: dot(x, w, (((1,), (1,)), ((), ())))
     for i in range(2):
-        layer = found[f"layers.{i}"]
-        (x, of_plain), (_, of_model) = kept[0][i], kept[1][i]
+        layer = comparison[f"layers.{i}"]
+        (x, of_plain), (_, of_model) = of_layers[0][i], of_layers[1][i]
         check(layer.output, of_plain, of_model)
         check(layer.output_grad, grads[0][i], grads[1][i])
         check(layer.kernel_grad, of_weights[0][i].weight, of_weights[1][i].weight)
@@ -76,13 +76,14 @@ def test_of_every_layer_alone_and_accumulated():
         check(layer.fprop, a, b)
         for name, x_grad, y_grad in zip(("dgrad", "wgrad"), of_a(grads[0][i]), of_b(grads[0][i]), strict=True):
             check(getattr(layer, name), x_grad, y_grad)
-    check(found.result, loss(plain, X), loss(model, X))
-    np.testing.assert_allclose(found["layers.0"].fprop.sqnr, -20 * np.log10(found["layers.0"].fprop.relative_error))
-    text = str(found)
+    check(comparison.result, loss(plain, X), loss(model, X))
+    fprop = comparison["layers.0"].fprop
+    np.testing.assert_allclose(fprop.sqnr, -20 * np.log10(fprop.relative_error))
+    text = str(comparison)
     assert max(map(len, text.splitlines())) <= 80 and "kernel's" in text
     assert text.count("layers") == 2, "once in each table"
-    errors = [float(layer.wgrad.relative_error) for _, layer in found.each()]
-    assert found.worst(1).paths[0] == f"layers.{int(np.argmax(errors))}" or max(errors) < 0.05
+    errors = [float(layer.wgrad.relative_error) for _, layer in comparison.each()]
+    assert comparison.worst(1).paths[0] == f"layers.{int(np.argmax(errors))}" or max(errors) < 0.05
 
 
 @pytest.mark.more
@@ -142,21 +143,21 @@ def test_uses_ensembles_experts_and_layers_that_are_not_reached():
             + jnp.sum(jax.vmap(model.plain)(x))
         )
 
-    found = compare(model, of_fp8, result, X)
+    comparison = compare(model, of_fp8, result, X)
     errors = []
     for x in (X, X * big):
         a, b = (jax.vmap(m.twice)(x) for m in (model, of_fp8))
         errors.append(expected(a, b)[0])
-    np.testing.assert_allclose(float(found["twice"].fprop.relative_error), max(errors), rtol=1e-3)
+    np.testing.assert_allclose(float(comparison["twice"].fprop.relative_error), max(errors), rtol=1e-3)
     of_members = lambda m: eqx.filter_vmap(lambda member: jax.vmap(member)(X))(m.members)
     for i, (a, b) in enumerate(zip(of_members(model), of_members(of_fp8), strict=True)):
-        np.testing.assert_allclose(found["members"].output.relative_error[i], expected(a, b)[0], rtol=1e-3)
+        np.testing.assert_allclose(comparison["members"].output.relative_error[i], expected(a, b)[0], rtol=1e-3)
     sizes = jnp.array([3, 5])
     a = jax.lax.ragged_dot(X, model.experts.weight.array, sizes)
     b = of_fp8.experts.dot_general.ragged_dot(X, of_fp8.experts.weight.array, sizes)
-    np.testing.assert_allclose(found["experts"].fprop.relative_error, expected(a, b)[0], rtol=1e-3)
-    assert np.isnan(found["unused"].output.relative_error) and "reached" in str(found)
-    assert found["plain"].fprop.relative_error == found["plain"].output.relative_error == 0.0
+    np.testing.assert_allclose(comparison["experts"].fprop.relative_error, expected(a, b)[0], rtol=1e-3)
+    assert np.isnan(comparison["unused"].output.relative_error) and "reached" in str(comparison)
+    assert comparison["plain"].fprop.relative_error == comparison["plain"].output.relative_error == 0.0
 
 
 @pytest.mark.more
@@ -169,10 +170,10 @@ def test_nothing_is_said_of_a_gradient_that_state_is_constant():
 
 def test_a_result_that_is_no_loss_has_no_gradients():
     plain = eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0))
-    found = compare(plain, converted(plain), lambda layer, x: jax.vmap(layer)(x), X)
-    check(found[""].output, jax.vmap(plain)(X), jax.vmap(converted(plain))(X))
-    assert list(found.flat()) == ["fp8_error/model/fprop", "fp8_error/model/output"]
-    assert "Gradients" not in str(found) and found.result.largest == found[""].output.largest
+    comparison = compare(plain, converted(plain), lambda layer, x: jax.vmap(layer)(x), X)
+    check(comparison[""].output, jax.vmap(plain)(X), jax.vmap(converted(plain))(X))
+    assert list(comparison.flat()) == ["fp8_error/model/fprop", "fp8_error/model/output"]
+    assert "Gradients" not in str(comparison) and comparison.result.largest == comparison[""].output.largest
 
 
 def test_errors_name_what_differs():

@@ -103,7 +103,7 @@ def healthy():
 _measure = eqx.filter_jit(fp8.quantization_statistics)
 
 
-def found(model, loss_fn=loss, data=None, thresholds=None):
+def diagnosis_of(model, loss_fn=loss, data=None, thresholds=None):
     measured = _measure(model, loss_fn, *(batch(STEPS) if data is None else data))
     return diagnose(model, measured, thresholds)
 
@@ -164,9 +164,9 @@ def test_kernels_that_are_not_those_of_the_last_step(kernels, factor):
     """Smaller or larger; most of several were moved by one step, which is said once. Of two it tells nothing."""
     amaxes = [factor if i < 2 else 1.0 for i in range(kernels)]
     all = [operand(f"layers.{i}", "kernel", DelayedScaling(), [1.0], amax=amax) for i, amax in enumerate(amaxes)]
-    found = checked(*all)
-    assert [f.problem for f in found] == ([Problem.JUMP] if kernels >= 3 else [])
-    for finding in found:
+    reported = checked(*all)
+    assert [f.problem for f in reported] == ([Problem.JUMP] if kernels >= 3 else [])
+    for finding in reported:
         assert finding.seen["kernel_jump"] == 16.0 and finding.limits == {"kernel_jump": Thresholds().kernel_jump}
         assert (finding.seen["amax"], finding.seen["recorded"]) == (factor, 1.0)
 
@@ -192,7 +192,7 @@ def test_a_percentile_is_no_amax():
 )
 def test_healthy_models_are_left_in_peace(options):
     model = trained(**options)
-    diagnosis = found(model)
+    diagnosis = diagnosis_of(model)
     assert not diagnosis, diagnosis
     assert str(diagnosis) == "No problem found."
 
@@ -291,7 +291,7 @@ def test_healthy_models_are_left_in_peace_at_every_step(model, options):
     opt_state = step.init(model)
     for i in range(21):
         if i in (0, 1, 2, 5, 10, 20):
-            diagnosis = found(model, of_named, batch(i))
+            diagnosis = diagnosis_of(model, of_named, batch(i))
             assert not diagnosis, (i, diagnosis)
         with jax.numpy_dtype_promotion("standard"):  # as Optax's Adam needs
             model, opt_state, _ = step(model, opt_state, *batch(i))
@@ -303,7 +303,7 @@ def test_healthy_models_are_left_in_peace_at_every_step(model, options):
 @pytest.mark.more
 def test_activations_of_one_layer_ten_thousand_times_larger(healthy):
     blown = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, blow=1e4))(x) - y) ** 2)
-    diagnosis = found(healthy, blown)
+    diagnosis = diagnosis_of(healthy, blown)
     assert findings(diagnosis) == [("layers.2", "input", Problem.JUMP, Remedy.SCALE_PER_ROW)]
     (finding,) = diagnosis.findings
     assert finding.seen["jump"] > finding.limits["jump"] == 4.0
@@ -321,7 +321,7 @@ def test_nan_in_one_microbatch(healthy):
 
     in_parts = lambda a: a.reshape(4, ROWS // 4, WIDTH)
     accumulated = lambda m, x, y: jnp.mean(jax.lax.map(lambda part: loss(m, *part), (in_parts(x), in_parts(y))))
-    diagnosis = found(healthy, accumulated, (x.at[20, 3].set(jnp.nan), y))
+    diagnosis = diagnosis_of(healthy, accumulated, (x.at[20, 3].set(jnp.nan), y))
     assert findings(diagnosis) == [("layers.0", "input", Problem.NOT_FINITE, Remedy.NONE)]
     (finding,) = diagnosis.findings
     assert "apply_if_finite" in finding.advice and "fprop" in finding.seen_in_words
@@ -330,14 +330,14 @@ def test_nan_in_one_microbatch(healthy):
 @pytest.mark.more
 def test_nan_in_a_kernel_is_the_cause_not_the_inputs_behind_it(healthy):
     spoiled = with_weight(healthy, 1, healthy.layers[1].weight.at[0, 0].set(jnp.inf))
-    (finding,) = only(found(spoiled), Problem.NOT_FINITE)
+    (finding,) = only(diagnosis_of(spoiled), Problem.NOT_FINITE)
     assert (finding.layer, finding.operand) == ("layers.1", "kernel")
 
 
 @pytest.mark.more
 def test_a_dead_layer(healthy):
     dead = eqx.tree_at(lambda m: m.layers[1].bias, healthy, jnp.full(WIDTH, -1e4))
-    diagnosis = found(dead)
+    diagnosis = diagnosis_of(dead)
     assert findings(diagnosis) == [("layers.1", "output_grad", Problem.DEAD, Remedy.NONE)]
     assert "look for activations that are zero for every input, a mask" in diagnosis.findings[0].advice
 
@@ -347,7 +347,7 @@ def test_state_that_no_step_has_written():
     """Scales of 1 that happen to fit: training without the write-back."""
     model = fp8.fp8_linear_layers(eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, key=KEY))
     square = lambda model, x: (jax.vmap(model)(x) ** 2).mean() * 1e3
-    diagnosis = found(model, square, (4 * jax.random.normal(KEY, (64, WIDTH)),))
+    diagnosis = diagnosis_of(model, square, (4 * jax.random.normal(KEY, (64, WIDTH)),))
     (finding,) = only(diagnosis, Problem.NOT_CALIBRATED)
     assert finding.seen["all_operands"] == 9 and "those of all 9 operands" in finding.seen_in_words
     assert "apply the overwrites" in finding.advice
@@ -357,7 +357,7 @@ def test_state_that_no_step_has_written():
 def test_formats_swapped():
     swapped = Recipe.of(DelayedScaling(amax_history_length=HISTORY), forward=E5M2, backward=E4M3)
     model = trained(swapped, steps=0)
-    findings = only(diagnosis := found(model), Problem.FORMATS_SWAPPED)
+    findings = only(diagnosis := diagnosis_of(model), Problem.FORMATS_SWAPPED)
     assert [f.layer for f in findings] == [*(f"layers.{i}" for i in range(DEPTH)), "head"]
     assert all(f.operand == "input" and f.remedy is Remedy.STANDARD_FORMATS for f in findings)
     # One report of them all, and a remedy for each.
@@ -374,9 +374,9 @@ def test_clipped_gradients(healthy):
     state = at(healthy, 1).state
     small = dataclasses.replace(at(healthy, 1), state=state.with_scale(state.scale.at[2].multiply(1 / 64)))
     model = eqx.tree_at(lambda m: m.layers[1].dot_general, healthy, small)
-    (finding,) = only(found(model), Problem.SATURATION)
+    (finding,) = only(diagnosis_of(model), Problem.SATURATION)
     assert (finding.layer, finding.operand, finding.remedy) == ("layers.1", "output_grad", Remedy.MARGIN)
-    assert at(apply_remedies(model, found(model)), 1).recipe.output_grad.scaling.margin == 1
+    assert at(apply_remedies(model, diagnosis_of(model)), 1).recipe.output_grad.scaling.margin == 1
 
 
 def test_drift(healthy):
@@ -385,7 +385,7 @@ def test_drift(healthy):
     for i in range(9):
         model = with_weight(model, 2, model.layers[2].weight * 1.25)
         model, _, _ = step(model, step.init(model), *batch(i))
-    diagnosis = found(model)
+    diagnosis = diagnosis_of(model)
     assert findings(diagnosis) == [("layers.2", "kernel", Problem.GROWTH, Remedy.MARGIN)]
     (finding,) = diagnosis.findings
     assert finding.seen["growth"] > 4 and finding.others == ("output_grad",)
@@ -398,7 +398,7 @@ def experts(options):
     idle = lambda m, x, y: of_named(m, x, y, (36, 0, 28))
     if fp8.recipes.named[options["recipe"]].is_stateful:
         model = fp8.calibrate(model, of_named, [batch(0)])
-    return found(model, idle, batch(0))
+    return diagnosis_of(model, idle, batch(0))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("mxfp8", marks=pytest.mark.more)])
@@ -429,7 +429,8 @@ def test_experts_that_the_loss_does_not_reach():
     model = fp8.fp8_linear_layers(Mixture.init(key=KEY), recipe="delayed", scale_per_expert=True)
     model = fp8.calibrate(model, of_named, [batch(0)])
     head = lambda m, x, y: jnp.mean((m.head(_rows(x)).array - y) ** 2)
-    assert findings(found(model, head)) == [(name, "input", Problem.DEAD, Remedy.NONE) for name in ("up", "down")]
+    diagnosis = diagnosis_of(model, head)
+    assert findings(diagnosis) == [(name, "input", Problem.DEAD, Remedy.NONE) for name in ("up", "down")]
 
 
 @pytest.mark.more
@@ -443,16 +444,16 @@ def test_an_expert_of_a_list_that_never_runs():
         rows = jnp.where(routed[:, None], x, 0.0), jnp.where(routed[:, None], 0.0, x), jnp.zeros_like(x)
         return jnp.mean((sum(jax.vmap(e)(r) for e, r in zip(model, rows, strict=True)) - y) ** 2)
 
-    (finding,) = only(found(model, loss, (x, y)), Problem.DEAD)
+    (finding,) = only(diagnosis_of(model, loss, (x, y)), Problem.DEAD)
     assert (finding.layer, finding.operand) == ("2", "input") and "expert" in finding.advice
     unused = lambda model, x, y: jnp.mean((jax.vmap(model[0])(x) - y) ** 2)
-    assert [f.layer for f in only(found(model, unused, (x, y)), Problem.DEAD)] == ["1", "2"]
+    assert [f.layer for f in only(diagnosis_of(model, unused, (x, y)), Problem.DEAD)] == ["1", "2"]
 
 
 def test_scales_left_at_one():
     small = lambda m, x, y: 1e-9 * loss(m, x, y)
     # Nothing passes the head, so the layers before it have no gradient at all.
-    (finding,) = only(found(trained(calibrate=False, steps=0), small), Problem.NOT_CALIBRATED)
+    (finding,) = only(diagnosis_of(trained(calibrate=False, steps=0), small), Problem.NOT_CALIBRATED)
     assert (finding.layer, finding.operand, finding.remedy) == ("head", "output_grad", Remedy.NONE)
     assert "model = step.calibrate(model, *batch)" in finding.advice
 
@@ -463,7 +464,7 @@ def test_a_spike_of_the_learning_rate(healthy):
         lambda x: x + jax.random.normal(KEY, x.shape) if eqx.is_inexact_array(x) and x.ndim == 2 else x,
         fp8.trainable(healthy),
     )
-    (finding,) = found(eqx.combine(moved, healthy)).findings
+    (finding,) = diagnosis_of(eqx.combine(moved, healthy)).findings
     assert (finding.operand, finding.problem, finding.remedy) == ("kernel", Problem.JUMP, Remedy.NONE)
     factors = {}
     for layer in [*range(DEPTH), "head"]:
@@ -484,7 +485,7 @@ def test_a_step_that_moves_most_kernels_by_less_than_a_factor_of_two(healthy):
         return x + jnp.float32(0.6) * step
 
     params = jax.tree.map(lambda x: moved(x) if eqx.is_inexact_array(x) and x.ndim == 2 else x, fp8.trainable(healthy))
-    (finding,) = found(eqx.combine(params, healthy)).findings
+    (finding,) = diagnosis_of(eqx.combine(params, healthy)).findings
     assert (finding.operand, finding.problem) == ("kernel", Problem.JUMP) and "learning rate" in finding.advice
     assert finding.limits == {"kernel_jump": 1.4} and "1.4 in most kernels" in finding.threshold_in_words
 
@@ -493,7 +494,7 @@ def test_a_step_that_moves_most_kernels_by_less_than_a_factor_of_two(healthy):
 def test_underflow_of_deep_gradients(healthy):
     """Gradients of the first layers are suddenly far below what the history remembers; they come from the second."""
     weak = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, gain=1e-10))(x) - y) ** 2)
-    diagnosis = found(healthy, weak)
+    diagnosis = diagnosis_of(healthy, weak)
     assert findings(diagnosis)[0] == ("layers.1", "output_grad", Problem.OLD_SPIKE, Remedy.SCALE_PER_ROW)
     assert [(f.layer, f.operand) for f in diagnosis.findings[1:]] == [("layers.0", "output_grad")]
 
@@ -502,7 +503,7 @@ def test_underflow_of_deep_gradients(healthy):
 def test_underflow_of_gradients_that_one_scale_cannot_hold():
     """Each example's gradient is half that of the one before: 64 binades, of which E5M2 holds 32."""
     fading = lambda m, x, y: jnp.sum(jnp.exp2(-jnp.arange(64.0))[:, None] * (jax.vmap(m)(x) - y) ** 2)
-    findings = only(found(trained("current", steps=1), fading), Problem.UNDERFLOW)
+    findings = only(diagnosis_of(trained("current", steps=1), fading), Problem.UNDERFLOW)
     # Half of the rows end there; the layers before it get what is left.
     assert findings[0].layer == "head" and findings[0].seen["format_dynamic_range"] == pytest.approx(32, abs=0.5)
     assert {(f.operand, f.remedy) for f in findings} == {("output_grad", Remedy.SCALE_PER_ROW)}
@@ -528,11 +529,11 @@ def test_an_outlier_token_has_its_own_scale_and_an_outlier_channel_lies_in_every
     current = converted("current")
     assert share_flushed(current, token) > 0.9 and share_flushed(current, channel) > 0.9
 
-    diagnosis = found(current, squares, (token,))
+    diagnosis = diagnosis_of(current, squares, (token,))
     assert findings(diagnosis) == [("up", "input", Problem.OUTLIERS, Remedy.SCALE_PER_ROW)]
     assert share_flushed(apply_remedies(current, diagnosis), token) < 0.001
 
-    diagnosis = found(current, squares, (channel,))
+    diagnosis = diagnosis_of(current, squares, (channel,))
     assert findings(diagnosis) == [("up", "input", Problem.OUTLIERS, Remedy.HIGH_PRECISION)]
     assert "mxfp8" in diagnosis.findings[0].advice and "of the rows" in diagnosis.findings[0].seen_in_words
     assert share_flushed(converted("rowwise"), channel) > 0.5
@@ -557,14 +558,14 @@ def test_a_history_that_is_too_short_for_alternating_batches(scaling):
         return model
 
     model = after(fp8.fp8_linear_layers(UP, recipe=scaling), 1.0, 100.0, 1.0)
-    diagnosis = found(model, squares, (100.0 * x,))
+    diagnosis = diagnosis_of(model, squares, (100.0 * x,))
     assert ("up", "input", Problem.SHORT_HISTORY, Remedy.LONGER_HISTORY) in findings(diagnosis)
     mended = after(apply_remedies(model, diagnosis), 100.0, 1.0, 100.0, 1.0)
     assert mended["up"].dot_general.recipe.input.scaling.amax_history_length >= 16
     error = lambda model: float(_measure(model, squares, 100.0 * x)["up"].error[0])
     # Of an amax of a hundred, what fits into the scale for one; then rounding alone.
     assert error(model) > 0.9 and error(mended) < 0.002
-    assert not found(mended, squares, (100.0 * x,)) and not found(mended, squares, (x,))
+    assert not diagnosis_of(mended, squares, (100.0 * x,)) and not diagnosis_of(mended, squares, (x,))
 
 
 def test_what_grows_or_is_young_has_no_short_history():
@@ -646,8 +647,8 @@ def test_an_old_spike_is_told_by_the_scale():
 
 
 def test_outliers_are_not_blamed_for_a_scale_that_follows_a_spike():
-    found = lambda scaling, amax: checked(spiked(scaling, amax, kurtosis=99.0))
-    blamed = lambda *of: [finding for finding in found(*of) if finding.problem is Problem.OUTLIERS]
+    reported = lambda scaling, amax: checked(spiked(scaling, amax, kurtosis=99.0))
+    blamed = lambda *of: [finding for finding in reported(*of) if finding.problem is Problem.OUTLIERS]
     assert blamed(DelayedScaling(), 1.0) and blamed(DelayedScaling(margin=4), 16.0)
     assert not blamed(DelayedScaling(), 1e6) and not blamed(StaticScaling(scale=1.0), 100.0)
 
@@ -714,7 +715,7 @@ def test_the_zero_matrices_of_lora_are_not_dead():
     up = eqx.tree_at(lambda m: m.weight, up, jnp.zeros_like(up.weight))
     lora = {"A": eqx.nn.Linear(WIDTH, 8, use_bias=False, key=a), "B": up}
     model = fp8.fp8_linear_layers(Adapted(eqx.nn.Linear(WIDTH, WIDTH, key=c), lora), recipe="current")
-    assert not found(model)
+    assert not diagnosis_of(model)
 
 
 @pytest.mark.more
@@ -741,7 +742,7 @@ def test_layers_of_a_stack_are_told_apart_and_an_old_spike_gets_a_shorter_histor
     state = op.state.with_array(op.state.array.at[1, 2, 3].set(1e12))
     state = state.with_scale(op.state.scale.at[1, 2].set(1e12 / 57344))
     model = eqx.tree_at(lambda m: m.stacked.linear.dot_general, model, dataclasses.replace(op, state=state))
-    diagnosis = found(model, square, (x,))
+    diagnosis = diagnosis_of(model, square, (x,))
     (finding,) = only(diagnosis, Problem.OLD_SPIKE)
     assert (finding.layer, finding.index, finding.operand) == ("stacked.linear", (1,), "output_grad")
     assert finding.seen["age"] == 4 * HISTORY - 2
@@ -757,7 +758,7 @@ def test_layers_of_a_stack_are_told_apart_and_an_old_spike_gets_a_shorter_histor
 @pytest.mark.more
 def test_what_apply_does_can_be_chosen(healthy):
     blown = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, blow=1e4))(x) - y) ** 2)
-    diagnosis = found(healthy, blown)
+    diagnosis = diagnosis_of(healthy, blown)
     untouched = apply_remedies(healthy, diagnosis, [Remedy.MARGIN])
     assert at(untouched, 2).recipe == at(healthy, 2).recipe
     assert at(apply_remedies(healthy, diagnosis), 2).recipe == fp8.recipes.named["rowwise"]
@@ -779,14 +780,14 @@ def test_what_apply_cannot_change_is_said(healthy, caplog):
 
 def test_a_changed_state_is_not_carried_over(healthy):
     blown = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, blow=1e4))(x) - y) ** 2)
-    diagnosis = found(healthy, blown)
+    diagnosis = diagnosis_of(healthy, blown)
     doubled = jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) else x, healthy)
     with pytest.raises(ValueError, match="was changed by something other than its own update"):
         apply_remedies(doubled, diagnosis)
 
 
 def test_thresholds_decide(healthy):
-    assert found(healthy, thresholds=Thresholds(growth=0.5, growth_steps=1, underflow=-1.0))
+    assert diagnosis_of(healthy, thresholds=Thresholds(growth=0.5, growth_steps=1, underflow=-1.0))
 
 
 def test_what_is_not_of_the_model_is_refused(healthy):
@@ -802,7 +803,7 @@ def test_what_is_not_of_the_model_is_refused(healthy):
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "limits, message",
     [
         ({"saturation": "0.1"}, r"saturation='0.1' of Thresholds must be a"),
         ({"underflow": float("nan")}, "underflow=nan of Thresholds must be a"),
@@ -812,13 +813,14 @@ def test_what_is_not_of_the_model_is_refused(healthy):
         ({"over_noise": -1.0}, "over_noise=-1.0 of Thresholds must be"),
     ],
 )
-def test_thresholds_are_numbers(given, message):
+def test_thresholds_are_numbers(limits, message):
     with pytest.raises(ValueError, match=message):
-        Thresholds(**given)
+        Thresholds(**limits)
 
 
 def test_an_infinite_threshold_turns_a_check_off(healthy):
-    assert not found(healthy, thresholds=Thresholds(**{name: np.inf for name in ("growth", "kernel_jump", "kurtosis")}))
+    thresholds = Thresholds(**{name: np.inf for name in ("growth", "kernel_jump", "kurtosis")})
+    assert not diagnosis_of(healthy, thresholds=thresholds)
 
 
 def test_statistics_without_numbers_or_of_another_stack_are_refused(healthy):

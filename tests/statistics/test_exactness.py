@@ -274,17 +274,17 @@ def with_parts_alike(arrays):
 
 def on_devices():
     """What is measured with each layout, and inside `shard_map`."""
-    arrays, found = tensors(), {}
+    arrays, by_layout = tensors(), {}
     for name, (mesh, specs) in layouts().items():
         divided = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
         with jax.set_mesh(mesh):
-            found[name] = measure(loss, *divided)
+            by_layout[name] = measure(loss, *divided)
     mesh, specs = layouts()["rows"]
     whole = lambda op, *a: lax.psum(loss(op, *a), "d")
     mapped = jax.shard_map(whole, mesh=mesh, in_specs=(P(), *specs), out_specs=P())
-    found["shard_map"] = measure(mapped, *map(jnp.asarray, arrays))
-    found["alike"] = measure(mapped, *map(jnp.asarray, with_parts_alike(arrays)))
-    found["of NaN"] = measure(mapped, *map(jnp.asarray, with_a_nan(arrays)))
+    by_layout["shard_map"] = measure(mapped, *map(jnp.asarray, arrays))
+    by_layout["alike"] = measure(mapped, *map(jnp.asarray, with_parts_alike(arrays)))
+    by_layout["of NaN"] = measure(mapped, *map(jnp.asarray, with_a_nan(arrays)))
 
     def inside(op, *arrays):
         (got,) = fp8.quantization_statistics(op, loss, *arrays).of_ops
@@ -293,8 +293,8 @@ def on_devices():
     op = fp8.Fp8DotGeneral.init("current")
     unchecked = jax.shard_map(inside, mesh=mesh, in_specs=(P(), *specs), out_specs=P(), check_vma=False)
     measured = eqx.filter_jit(unchecked)(op, *map(jnp.asarray, arrays))
-    found["unchecked"] = {field: np.asarray(x).tolist() for field, x in measured.items()}
-    return found
+    by_layout["unchecked"] = {field: np.asarray(x).tolist() for field, x in measured.items()}
+    return by_layout
 
 
 @pytest.mark.more
@@ -305,18 +305,18 @@ def test_eight_devices_measure_the_whole_operand():
     }
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
-    found, rows = json.loads(run.stdout.splitlines()[-1]), of_all(tensors())
+    by_layout, rows = json.loads(run.stdout.splitlines()[-1]), of_all(tensors())
     # The scale is NaN, and with it each value on the device that has it; what is measured of the operand alone is not.
-    of_nan, (x, _, _) = found.pop("of NaN"), with_a_nan(tensors())
+    of_nan, (x, _, _) = by_layout.pop("of NaN"), with_a_nan(tensors())
     finite = x[np.isfinite(x)].astype(np.float64)
     assert of_nan["nonfinite"] == [1.0, 0.0, 0.0] and np.isnan(of_nan["error"][0])
     np.testing.assert_allclose(of_nan["norm"][0], np.sqrt((finite**2).sum()), rtol=1e-5)
     centered = finite - finite.mean()
     np.testing.assert_allclose(of_nan["kurtosis"][0], (centered**4).mean() / (centered**2).mean() ** 2, rtol=1e-4)
     assert_equal({field: values[1:] for field, values in of_nan.items()}, rows[1:])
-    assert_equal(found.pop("alike"), of_all(with_parts_alike(tensors())))
-    assert set(found) == {"rows", "contracted", "explicit", "shard_map", "unchecked"}
-    for name, measured in found.items():
+    assert_equal(by_layout.pop("alike"), of_all(with_parts_alike(tensors())))
+    assert set(by_layout) == {"rows", "contracted", "explicit", "shard_map", "unchecked"}
+    for name, measured in by_layout.items():
         try:
             assert_equal(measured, rows)
         except AssertionError as error:

@@ -459,8 +459,8 @@ def test_amaxes_that_are_not_finite_are_not_recorded(value):
     loss = lambda layer, x, g, is_bad: weighted_sum(layer, jnp.where(is_bad & where, np.float32(value), x), g)
     calls = [(x, g, np.bool_(is_bad)) for is_bad in (False, True, False)]
     calibrated = calibrate(fp8_linear_layers(layer(0, In, Out), SHORT), loss, calls)
-    found = {operand: np.count_nonzero(history) for operand, history in histories(calibrated.dot_general).items()}
-    assert found == {"input": 2, "kernel": 3, "output_grad": 3}
+    counts = {operand: np.count_nonzero(history) for operand, history in histories(calibrated.dot_general).items()}
+    assert counts == {"input": 2, "kernel": 3, "output_grad": 3}
     assert np.isfinite(calibrated.dot_general.scale("input"))
     assert calibrated.dot_general.amax_history("input")[0] == amax(x)
 
@@ -520,8 +520,8 @@ def test_a_batch_in_place_of_a_list(batch, recipe):
 def test_tuples_and_iterators_of_batches():
     model = fp8_linear_layers(mlp(), SHORT)
     expected = calibrate(model, weighted_sum, batches(2))
-    for given in (tuple(batches(2)), iter(batches(2)), (batch for batch in batches(2))):
-        assert bool(eqx.tree_equal(calibrate(model, weighted_sum, given), expected))
+    for iterable in (tuple(batches(2)), iter(batches(2)), (batch for batch in batches(2))):
+        assert bool(eqx.tree_equal(calibrate(model, weighted_sum, iterable), expected))
 
 
 def test_losses_with_names():
@@ -612,6 +612,7 @@ def test_under_the_switches_that_look_for_nan_and_infinity(switch, x64):
     loss = lambda model, x, mask: hax.sum(model["used"](x)).scalar() + jnp.exp(jnp.asarray(mask)).sum()
     step = TrainStep(loss, optax.sgd(0.1), microbatches=2)
     with switch(True), jax.enable_x64(x64):
-        for found in (calibrate(model, loss, [(x, mask)]), step.calibrate(model, x, mask)):
-            np.testing.assert_allclose(found["used"].dot_general.scale("input"), amax(x) / np.float32(448.0), rtol=EPS)
-            np.testing.assert_array_equal(found["unused"].dot_general.state.scale, 1.0)
+        for calibrated in (calibrate(model, loss, [(x, mask)]), step.calibrate(model, x, mask)):
+            scale = calibrated["used"].dot_general.scale("input")
+            np.testing.assert_allclose(scale, amax(x) / np.float32(448.0), rtol=EPS)
+            np.testing.assert_array_equal(calibrated["unused"].dot_general.state.scale, 1.0)

@@ -79,7 +79,7 @@ def test_inside_the_differentiated_function_state_has_one():
         return loss(model, x)
 
     eqx.filter_jit(fp8.filter_grad(observed))(two_layers("delayed"), X)
-    assert seen and all(all(found) and len(found) == 2 for found in seen)
+    assert seen and all(all(flags) and len(flags) == 2 for flags in seen)
 
 
 @pytest.mark.more
@@ -105,8 +105,8 @@ def test_meta_learning_takes_gradients_around_an_inner_step():
 
     expected = eqx.filter_grad(loss)(after_inner_step(model), 2 * x)
     for wrap in (lambda f: f, eqx.filter_jit):
-        found = wrap(eqx.filter_grad(lambda model: loss(after_inner_step(model), 2 * x)))(model)
-        for got, wanted in zip(found.layers, expected.layers, strict=True):
+        outer = wrap(eqx.filter_grad(lambda model: loss(after_inner_step(model), 2 * x)))(model)
+        for got, wanted in zip(outer.layers, expected.layers, strict=True):
             np.testing.assert_allclose(got.weight, wanted.weight, rtol=1e-6)
 
 
@@ -114,9 +114,9 @@ def test_a_function_of_ones_own_takes_the_maximum():
     """`with_max_gradients` at the top of a function that Equinox differentiates; its state must not be left out."""
     model = two_layers("delayed")
     one = lambda model, x: (model.first(x).array ** 2).mean() + (model.first(3.0 * x).array ** 2).mean()
-    own = eqx.filter_jit(eqx.filter_grad(lambda model, x: one(fp8.training.with_max_gradients(model), x)))(model, X)
+    plain = eqx.filter_jit(eqx.filter_grad(lambda model, x: one(fp8.training.with_max_gradients(model), x)))(model, X)
     exact = eqx.filter_jit(fp8.filter_grad(one))(model, X)
-    assert_same(own.first, exact.first)
+    assert_same(plain.first, exact.first)
 
 
 def test_a_layer_behind_stop_gradient_keeps_its_state():

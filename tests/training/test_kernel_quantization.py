@@ -298,8 +298,8 @@ def test_divided_weights():
         return fp8.filter_grad(loss)(make(model), x)
 
     with jax.set_mesh(mesh):
-        found = [gradients(divided, put(x), make) for make in (lambda m: m, quantize_kernels)]
-    assert_same(found[1], found[0])
+        plain, quantized = (gradients(divided, put(x), make) for make in (lambda m: m, quantize_kernels))
+    assert_same(quantized, plain)
 
     rows = PartitionSpec("data")
 
@@ -376,8 +376,8 @@ def test_layers_of_your_own():
     weight, x = values(0, 32, 32), values(1, 4, 32)
     convert = lambda rule, **options: fp8_linear_layers(Dense(weight), rules=(rule, *default_rules), **options)
     made = lambda model, rule: quantize_kernels(model, rules=(rule, *default_rules))
-    given, unknown, wrong = DenseRule((0,)), DenseRule(), DenseRule((1,))
-    for recipe, rule in (("rowwise", given), ("delayed", unknown), ("delayed", wrong)):
+    right, unknown, wrong = DenseRule((0,)), DenseRule(), DenseRule((1,))
+    for recipe, rule in (("rowwise", right), ("delayed", unknown), ("delayed", wrong)):
         model = convert(rule, recipe=recipe)
         copied = made(model, rule)
         assert copied.op.quantized_kernel is not None
@@ -462,14 +462,14 @@ def test_copies_of_another_kernel():
         jax.vmap(half(quantized))(x.astype(jnp.bfloat16))
     # An op that rounds by itself takes kernels of both dtypes.
     rounding = fp8_linear_layers(Model.init().last, compute_dtype=jnp.bfloat16)
-    found = [jax.vmap(half(make(rounding)))(x.astype(jnp.bfloat16)) for make in (quantize_kernels, lambda m: m)]
-    assert_same(*found)
+    outputs = [jax.vmap(half(make(rounding)))(x.astype(jnp.bfloat16)) for make in (quantize_kernels, lambda m: m)]
+    assert_same(*outputs)
     # A cast of everything reaches the scale, which is then another one than the kernel was divided by.
     whole = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, tree)
     with pytest.raises(ValueError, match="kernel's scale is in bfloat16.*with a scale in float32"):
         jax.vmap(whole(quantize_kernels(rounding)))(x.astype(jnp.bfloat16))
-    found = [jax.vmap(make(whole(rounding)))(x.astype(jnp.bfloat16)) for make in (quantize_kernels, lambda m: m)]
-    assert_same(*found)
+    outputs = [jax.vmap(make(whole(rounding)))(x.astype(jnp.bfloat16)) for make in (quantize_kernels, lambda m: m)]
+    assert_same(*outputs)
     other = eqx.tree_at(lambda m: (m.weight, m.bias), quantized, (jnp.ones((16, In.size)), jnp.ones(16)))
     with pytest.raises(ValueError, match=r"kernel has shape \(16, 32\), but .* of shape \(32, 32\)"):
         jax.vmap(other)(x)

@@ -23,7 +23,7 @@ Batch, Vocab, E, A, B, C, D, Wide, Layers, Experts = hax.make_axes(
 )
 
 
-class Own(eqx.Module):
+class Custom(eqx.Module):
     """A layer of one's own: `(in, out)`, and a rule that does not say which axis is which."""
 
     weight: jax.Array
@@ -34,15 +34,15 @@ class Own(eqx.Module):
         return multiply(x, self.weight, (((1,), (0,)), ((), ())))
 
 
-class OwnRule(LayerRule):
-    layer_type = Own
+class CustomRule(LayerRule):
+    layer_type = Custom
     refusal = lambda self, layer: None
     kernel = lambda self, layer: Kernel(layer.weight, *layer.weight.shape[-2:])
     op = lambda self, layer: layer.op
     with_op = lambda self, layer, op: dataclasses.replace(layer, op=op)
 
 
-RULES = (OwnRule(), *default_rules)
+RULES = (CustomRule(), *default_rules)
 
 
 class Block(eqx.Module):
@@ -68,7 +68,7 @@ class Model(eqx.Module):
     experts: hnn.MoELinear
     linear: eqx.nn.Linear
     ensemble: eqx.nn.Linear
-    own: Own
+    custom: Custom
     head: hnn.Linear
 
     @staticmethod
@@ -81,7 +81,7 @@ class Model(eqx.Module):
             hnn.MoELinear.init(Experts, E, Wide, key=keys[4], out_first=True),
             eqx.nn.Linear(128, 6, key=keys[5]),
             eqx.filter_vmap(lambda key: eqx.nn.Linear(128, 5, key=key))(keys[6:8]),
-            Own(jax.random.normal(keys[8], (6, 128))),
+            Custom(jax.random.normal(keys[8], (6, 128))),
             hnn.Linear.init(E, Vocab, key=keys[8]),
         )
 
@@ -91,7 +91,7 @@ class Model(eqx.Module):
         per_member = eqx.filter_vmap(lambda layer, x: jax.vmap(layer)(x), in_axes=(eqx.if_array(0), None))
         outputs = [self.embedding(tokens), self.blocks.fold(x), self.named(ab), self.experts(x, sizes), self.head(x)]
         hidden = jax.vmap(self.linear)(x.array)
-        return [y.array for y in outputs] + [hidden, per_member(self.ensemble, x.array), self.own(hidden)]
+        return [y.array for y in outputs] + [hidden, per_member(self.ensemble, x.array), self.custom(hidden)]
 
 
 def loss_fn(model, *batch):
@@ -103,17 +103,17 @@ def matrices(model):
     """What Muon has to orthogonalize, `[..., in, out]`, by the names of the axes; and what goes to Adam."""
     by_name = lambda w, *axes: float64(w.rearrange(tuple(axis.name for axis in axes)))
     block, transposed = model.blocks.stacked, lambda w: np.swapaxes(float64(w), -1, -2)
-    found = {
+    for_muon = {
         "up": by_name(block.up.weight, Layers, E, Wide),
         "down": by_name(block.down.weight, Layers, Wide, E),
         "named": by_name(model.named.weight, A, B, C, D).reshape(256, 12),
         "experts": by_name(model.experts.weight, Experts, E, Wide),
         "linear": transposed(model.linear.weight),
         "ensemble": transposed(model.ensemble.weight),
-        "own": float64(model.own.weight),
+        "custom": float64(model.custom.weight),
     }
     norm, biases = block.norm.weight, [model.named.bias, block.up.bias, model.experts.bias, model.linear.bias]
-    return found, [float64(x) for x in (model.embedding.weight, model.head.weight, norm, *biases)]
+    return for_muon, [float64(x) for x in (model.embedding.weight, model.head.weight, norm, *biases)]
 
 
 BATCH = (
@@ -182,11 +182,11 @@ def test_no_matrix_and_a_rule_that_does_not_tell():
     with pytest.raises(ValueError, match="no linear layer whose weight is trained"):
         muon_dimensions({"head": eqx.nn.Linear(4, 4, key=jax.random.key(0))})
 
-    class Unknown(OwnRule):
+    class Unknown(CustomRule):
         kernel = lambda self, layer: Kernel(layer.weight)
 
-    with pytest.raises(ValueError, match=r"own does not say which axes.*contracted=\(0,\)"):
-        muon_dimensions({"own": Own(jnp.ones((4, 8)))}, rules=(Unknown(),))
+    with pytest.raises(ValueError, match=r"custom does not say which axes.*contracted=\(0,\)"):
+        muon_dimensions({"custom": Custom(jnp.ones((4, 8)))}, rules=(Unknown(),))
 
 
 sgd_of = lambda labels: optax.partition({"all": optax.sgd(0.1)}, labels)

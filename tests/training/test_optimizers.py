@@ -308,13 +308,13 @@ def test_a_key_that_the_loss_would_not_get_is_an_error(model):
     args = model, step.init(model), *batch_of(0)
     with pytest.raises(ValueError, match=r"does not reach loss_fn, which.*as loss_key="):
         step(*args, key=key)
-    losses = [float(step(*args, *rest, **options)[2]["loss"]) for rest, options in KEYS_GIVEN]
+    losses = [float(step(*args, *rest, **options)[2]["loss"]) for rest, options in KEY_ARGUMENTS]
     whole = float(loss_fn(model, *batch_of(0)))
     factor = float(jax.random.uniform(key))
     np.testing.assert_allclose(losses, [whole, factor * whole, factor * whole, whole], rtol=1e-5)
 
 
-KEYS_GIVEN = (
+KEY_ARGUMENTS = (
     ((), {}),
     ((jax.random.key(0),), {}),
     ((jax.random.key(0),), {"key": jax.random.key(1)}),
@@ -372,15 +372,15 @@ def test_donation_changes_no_number(model, microbatches):
     optimizer = optax.sgd(0.1, momentum=0.9)
     keep = TrainStep(loss_fn, optimizer, microbatches=microbatches)
     donate = TrainStep(loss_fn, optimizer, microbatches=microbatches, donate=True)
-    kept, kept_state = model, keep.init(model)
+    expected, expected_state = model, keep.init(model)
     donated = jax.tree.map(jnp.copy, model)
     donated_state = donate.init(donated)
     for seed in range(3):
-        given = donated
-        kept, kept_state, kept_metrics = keep(kept, kept_state, *batch_of(seed))
+        before = donated
+        expected, expected_state, expected_metrics = keep(expected, expected_state, *batch_of(seed))
         donated, donated_state, metrics = donate(donated, donated_state, *batch_of(seed))
-    assert eqx.tree_equal((donated, donated_state, metrics), (kept, kept_state, kept_metrics))
-    assert given.first.weight.array.is_deleted()
+    assert eqx.tree_equal((donated, donated_state, metrics), (expected, expected_state, expected_metrics))
+    assert before.first.weight.array.is_deleted()
 
 
 # --- Optimizer state across a conversion -----------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_400_steps_in_three_phases_killed_and_resumed_in_each(tmp_path, standard
         return model, opt_state, losses
 
     *expected, losses = go_on(*begin(), 400)
-    found, path = [], tmp_path / "run.safetensors"
+    resumed, path = [], tmp_path / "run.safetensors"
     for stop in (50, 200, 350, 400):
         step, model, opt_state = begin()
         if path.exists():
@@ -205,9 +205,9 @@ def test_400_steps_in_three_phases_killed_and_resumed_in_each(tmp_path, standard
             assert report.is_complete
         model, opt_state, more = go_on(step, model, opt_state, stop)
         save(path, (model, opt_state))
-        found += more
+        resumed += more
         jax.clear_caches()
-    assert found == losses
+    assert resumed == losses
     assert_same((model, opt_state), tuple(expected))
     # The phases differ: their losses part where the next one begins.
     other = TrainStep(stacked_loss, optax.adamw(optax.cosine_decay_schedule(1e-2, 400)), phases=phases[:1])

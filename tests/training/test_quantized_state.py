@@ -404,8 +404,8 @@ def test_it_nests_and_runs_in_a_donated_scan(name):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), TWO)
     state = optimizer.init(params)
     is_state = lambda node: isinstance(node, QuantizedState)
-    found = [node for node in jax.tree.leaves(state, is_leaf=is_state) if is_state(node)]
-    assert sum(x.dtype == jnp.uint8 for node in found for x in jax.tree.leaves(node.optimizer)) == count
+    states = [node for node in jax.tree.leaves(state, is_leaf=is_state) if is_state(node)]
+    assert sum(x.dtype == jnp.uint8 for node in states for x in jax.tree.leaves(node.optimizer)) == count
     gradient = {name: jax.random.normal(jax.random.key(len(name)), x.shape, x.dtype) for name, x in params.items()}
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

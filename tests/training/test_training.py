@@ -384,14 +384,14 @@ def test_layer_not_reached_keeps_its_state(loss, transform, grad):
 class Residual(eqx.Module):
     """A block with a layer of its own, and one that it is handed."""
 
-    own: hnn.Linear
+    inner: hnn.Linear
 
     @staticmethod
     def init(seed):
         return Residual(hnn.Linear.init(In, In.alias("hidden"), key=jax.random.key(seed)))
 
     def __call__(self, x, shared):
-        return x + hax.tanh(shared(self.own(x).rename({"hidden": "input"}))).rename({"hidden": "input"})
+        return x + hax.tanh(shared(self.inner(x).rename({"hidden": "input"}))).rename({"hidden": "input"})
 
 
 def blocks_with_a_shared_layer():
@@ -436,7 +436,7 @@ def test_layer_in_fold_records_the_exact_maximum_over_blocks():
     _, shared = step(model, eqx.filter_jit(filter_grad(folded))(model, x), rate=0.0)
     inputs, stream = [], x
     for block in model[0].unstacked():
-        inputs.append(block.own(stream).rename({"hidden": "input"}))
+        inputs.append(block.inner(stream).rename({"hidden": "input"}))
         stream = block(stream, model[1])
     largest = max(map(amax, inputs))
     np.testing.assert_allclose(shared.dot_general.amax_history("input")[0], largest, rtol=1e-6)
@@ -476,18 +476,18 @@ def test_amax_that_is_not_finite_is_not_recorded(layer, operand, value, grad):
     for seed in range(4):
         x, g = batch_of(seed)
         amaxes = {"input": amax(x), "kernel": amax(layer.weight), "output_grad": amax(g)}
-        given = layer
+        trained = layer
         if seed == 1:
             del amaxes[operand]
             match operand:
                 case "input":
                     x = with_value(x, value)
                 case "kernel":
-                    given = eqx.tree_at(lambda layer: layer.weight, layer, with_value(layer.weight, value))
+                    trained = eqx.tree_at(lambda layer: layer.weight, layer, with_value(layer.weight, value))
                 case "output_grad":
                     g = with_value(g, value)
         expected.record(**amaxes)
-        overwrites, gradients = partition_for_grad_overwrite(grad(once)(given, x, g))
+        overwrites, gradients = partition_for_grad_overwrite(grad(once)(trained, x, g))
         layer = apply_updates(layer, jax.tree.map(jnp.zeros_like, gradients), overwrites)
         assert_state_is(layer.dot_general, expected)
 
@@ -613,8 +613,8 @@ def test_low_precision_parameters_train(dtype, compute_dtype):
     # Of products that are rounded to bfloat16, whose scales it has to hold.
     bits = (1, 7, 1) if through == bf16 else (24, 24, 24)
     x, w, g = (
-        quantize(a.array.astype(through), rounded_up(layer.dot_general.scale(operand), kept), format.dtype)
-        for a, (operand, format), kept in zip((x, layer.weight, g), formats, bits, strict=True)
+        quantize(a.array.astype(through), rounded_up(layer.dot_general.scale(operand), width), format.dtype)
+        for a, (operand, format), width in zip((x, layer.weight, g), formats, bits, strict=True)
     )
     for ours, left, right in ((out, x, w.T), (gradients.weight, g.T, x)):
         exact, terms = left @ right, left.shape[1] + 2

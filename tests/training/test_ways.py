@@ -51,11 +51,11 @@ def test_state_and_some_of_the_weights():
     spec = jax.tree.map(is_state, LAYER, is_leaf=is_state)
     trained, frozen = eqx.partition(LAYER, eqx.tree_at(lambda tree: tree.bias, spec, True))
     assert trained.weight is None
-    found = fp8.filter_grad(lambda trained, frozen: batched(eqx.combine(trained, frozen), X))(trained, frozen)
+    gradient = fp8.filter_grad(lambda trained, frozen: batched(eqx.combine(trained, frozen), X))(trained, frozen)
     expected = fp8.filter_grad(batched)(LAYER, X)
-    assert_same(found.dot_general, expected.dot_general)
-    assert_same(found.bias, expected.bias)
-    assert found.weight is None
+    assert_same(gradient.dot_general, expected.dot_general)
+    assert_same(gradient.bias, expected.bias)
+    assert gradient.weight is None
 
 
 def test_trees_that_do_not_fit_are_an_error_as_without_fp8():
@@ -117,18 +117,18 @@ def test_examples_that_skip_the_layer_are_refused_by_name(stacked):
     x = jnp.where(keep[:, None], X, 1000.0 * X)
     layer = jax.tree.map(lambda a: jnp.stack([a, a]), LAYER) if stacked else LAYER
 
-    def through(layer, h, kept):
-        return lax.cond(kept, lambda h: layer(h), lambda h: h, h)
+    def through(layer, h, active):
+        return lax.cond(active, lambda h: layer(h), lambda h: h, h)
 
-    def selected(layer, h, kept):
-        return jnp.where(kept, layer(jnp.where(kept, h, 0.0)), h)
+    def selected(layer, h, active):
+        return jnp.where(active, layer(jnp.where(active, h, 0.0)), h)
 
     def loss(layer, rows, keep, one):
-        def apply(h, kept):
+        def apply(h, active):
             if not stacked:
-                return one(layer, h, kept)
+                return one(layer, h, active)
             arrays, static = eqx.partition(layer, eqx.is_array)
-            return lax.scan(lambda h, a: (one(eqx.combine(a, static), h, kept), None), h, arrays)[0]
+            return lax.scan(lambda h, a: (one(eqx.combine(a, static), h, active), None), h, arrays)[0]
 
         return (jax.vmap(apply)(rows, keep) ** 2).sum()
 
@@ -142,8 +142,8 @@ def test_examples_that_skip_the_layer_are_refused_by_name(stacked):
 
 
 def test_a_layer_that_is_an_operand_of_its_branch():
-    def through(layer, h, kept):
-        return lax.cond(kept, lambda layer, h: layer(h), lambda layer, h: h, layer, h)
+    def through(layer, h, active):
+        return lax.cond(active, lambda layer, h: layer(h), lambda layer, h: h, layer, h)
 
     def loss(layer, rows, keep):
         return (jax.vmap(through, (None, 0, 0))(layer, rows, keep) ** 2).sum()
@@ -152,8 +152,8 @@ def test_a_layer_that_is_an_operand_of_its_branch():
         x = jnp.where(keep[:, None], X, 1000.0 * X)
         with pytest.raises(ValueError, match=REFUSED):
             eqx.filter_jit(fp8.filter_grad(loss))(LAYER, x, keep)
-        found = eqx.filter_jit(eqx.filter_grad(loss))(LAYER, x, keep).dot_general.amax_history("input")[0]
-        np.testing.assert_allclose(found, np.abs(x[keep]).max(axis=1).sum(), rtol=1e-6)
+        summed = eqx.filter_jit(eqx.filter_grad(loss))(LAYER, x, keep).dot_general.amax_history("input")[0]
+        np.testing.assert_allclose(summed, np.abs(x[keep]).max(axis=1).sum(), rtol=1e-6)
 
 
 def test_copies_that_a_scan_takes_apart_are_refused_by_name():
@@ -175,9 +175,9 @@ def test_copies_that_a_scan_takes_apart_are_refused_by_name():
             inputs.append(jax.vmap(layer)(inputs[-1]))
         with pytest.raises(ValueError, match="broadcast into a stack|FP8 state was sliced"):
             eqx.filter_jit(fp8.filter_grad(loss))(layer, X)
-        found = eqx.filter_jit(eqx.filter_grad(loss))(layer, X)
-        np.testing.assert_allclose(newest(found)[0], sum(jnp.abs(x).max() for x in inputs), rtol=1e-6)
-        np.testing.assert_allclose(newest(found)[1], 3 * jnp.abs(layer.weight).max(), rtol=1e-6)
+        gradient = eqx.filter_jit(eqx.filter_grad(loss))(layer, X)
+        np.testing.assert_allclose(newest(gradient)[0], sum(jnp.abs(x).max() for x in inputs), rtol=1e-6)
+        np.testing.assert_allclose(newest(gradient)[1], 3 * jnp.abs(layer.weight).max(), rtol=1e-6)
 
 
 @pytest.mark.more
@@ -504,8 +504,8 @@ def test_a_gradient_outside_of_jit_is_compiled_once_for_each_loss():
         return batched(layer, x)
 
     for i in range(3):
-        found = fp8.filter_grad(loss)(LAYER, X * i)
-        np.testing.assert_array_equal(newest(found)[0], np.abs(X * i).max())
+        gradient = fp8.filter_grad(loss)(LAYER, X * i)
+        np.testing.assert_array_equal(newest(gradient)[0], np.abs(X * i).max())
     assert len(calls) == 1
 
 
