@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from ..recipes import AbstractScaling, StaticScaling
-from ..recipes.scaling import AmaxHistory
+from ..recipes import AbstractScaling, AmaxHistory, StaticScaling
 from ..training import OpState
 from .recipes import Operands, delayed_part, is_gradient
 

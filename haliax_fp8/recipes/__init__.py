@@ -34,6 +34,7 @@ from .scaling import (
     AbstractAmaxCompute as AbstractAmaxCompute,
     AbstractMemory as AbstractMemory,
     AbstractScaling as AbstractScaling,
+    AmaxHistory as AmaxHistory,
     BlockScaling as BlockScaling,
     CastCost as CastCost,
     CurrentScaling as CurrentScaling,

@@ -5,8 +5,16 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..formats import E2M1, E4M3, E5M2
-from ..recipes import CurrentScaling, DelayedScaling, MaxOfHistory, MostRecent, Percentile, RecoveringMax, StaticScaling
-from ..recipes.scaling import AmaxHistory
+from ..recipes import (
+    AmaxHistory,
+    CurrentScaling,
+    DelayedScaling,
+    MaxOfHistory,
+    MostRecent,
+    Percentile,
+    RecoveringMax,
+    StaticScaling,
+)
 from .finding import HISTORY
 from .operand import Operand, Seen
 from .thresholds import Thresholds

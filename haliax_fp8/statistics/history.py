@@ -6,7 +6,7 @@ import numpy as np
 
 from ..layers import Fp8DotGeneral
 from ..layers.checks import table_on_host
-from ..recipes.scaling import AmaxHistory
+from ..recipes import AmaxHistory
 from ..training import OpState
 
 

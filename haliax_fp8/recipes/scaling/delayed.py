@@ -125,6 +125,12 @@ class AmaxHistory(AbstractMemory):
         amax_compute: What a step measures of a tensor, and how the history is reduced to one number.
         update_interval: How many steps use a scale.
         power_of_two: Whether scales are rounded up to powers of two.
+
+    Example:
+        Delayed scaling has it as its memory, and so does a scaling that one is part of:
+
+        >>> NVFP4Scaling(delayed=DelayedScaling(amax_history_length=16)).memory.length
+        16
     """
 
     length: int
