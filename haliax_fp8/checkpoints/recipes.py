@@ -194,7 +194,8 @@ def differences(saved: Operands, here: Operands) -> str:
 def _lines(saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> list[str]:
     if saved is None or here is None:
         return [f"a scaling of its own {'here' if saved is None else 'in the checkpoint'} alone"]
-    old, new = ({**operand, **operand["scaling"]} for operand in (saved, here))
+    merged = lambda operand: {name: x for name, x in operand.items() if name != "scaling"} | operand["scaling"]
+    old, new = merged(saved), merged(here)
     if old["type"] != new["type"]:
         old, new = ({key: x[key] for key in ("format", "type") if key in x} for x in (old, new))
     elif old.get("format") != new.get("format"):
@@ -206,7 +207,7 @@ def _unequal(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for key in dict.fromkeys([*new, *old]):
         of_old, of_new = old.get(key), new.get(key)
-        if key == "scaling" or of_old == of_new:
+        if of_old == of_new:
             continue
         if isinstance(of_old, dict) and isinstance(of_new, dict) and of_old.get("type") == of_new.get("type"):
             lines += _unequal(of_old, of_new)

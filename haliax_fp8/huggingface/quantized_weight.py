@@ -99,7 +99,7 @@ def _stored(tensor: Tensor, operand: OperandName, format: Format = E4M3) -> floa
     if operand in unrecorded_operands(tensor.op.state):
         without = {
             "kernel": "training_scales=False computes the scales of kernels from the weights",
-            "input": "'FP8_DYNAMIC' needs no scale of inputs",
+            "input": "'FP8_DYNAMIC' and, in four bits, 'NVFP4A16' need no scale of inputs",
         }
         raise ValueError(
             f"the state of {tensor.path} has no scale of its {operand} yet, as before the first step. Calibrate the "

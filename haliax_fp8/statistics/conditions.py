@@ -25,6 +25,7 @@ _ONE_SCALE = DelayedScaling, StaticScaling, CurrentScaling
 # With these, the next step's scale fits the newest amax, however large.
 _FITS_NEWEST = MaxOfHistory, MostRecent, RecoveringMax
 _NEARLY_ALL = 0.99
+_BLOCKS_FOLLOW = 2.0**14
 
 
 def not_finite(name: str, all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]:
@@ -54,7 +55,7 @@ def not_calibrated(all: list[Operand], thresholds: Thresholds) -> Iterable[Seen]
     """Scales at 1 that have seen no step, and do not fit; or those of all layers, whatever they do."""
     with_history = [operand for operand in all if operand.history is not None and operand["amax"] > 0.0]
     fresh = [o for o in with_history if o.history is not None and o.history.largest <= 0.0 and o.history.scale == 1.0]
-    unfit = [o for o in fresh if _is_clipped(o, thresholds) or o["underflow"] > thresholds.underflow]
+    unfit = [o for o in fresh if _is_clipped(o, thresholds) or _is_flushed(o, thresholds)]
     # Of a model whose state no step has written, one finding says it.
     everywhere = {"all_operands": len(with_history)} if len(fresh) == len(with_history) else {}
     limits = {"saturation": thresholds.saturation, "underflow": thresholds.underflow} if unfit else {}
@@ -157,15 +158,12 @@ def outliers(all: list[Operand], thresholds: Thresholds, *, in_rows: bool) -> It
 
 
 def old_spike(all: list[Operand], thresholds: Thresholds, *, is_long: bool) -> Iterable[Seen]:
-    """Operands flushed to zero by a scale that follows a larger amax of the history, a long or a short one.
-
-    Blocks with scales of their own follow the values, also below such a scale.
-    """
+    """Operands flushed to zero by a scale that follows a larger amax of the history, a long or a short one."""
     for operand in _flushed(all, thresholds):
-        history, scaling = operand.history, operand.quantization.scaling
-        if not isinstance(scaling, DelayedScaling) or history is None or not _is_old_spike(operand, thresholds):
+        history, memory = operand.history, operand.quantization.scaling.memory
+        if not isinstance(memory, AmaxHistory) or history is None or not _is_old_spike(operand, memory, thresholds):
             continue
-        if (scaling.amax_history_length > HISTORY) == is_long:
+        if (memory.length > HISTORY) == is_long:
             past = {"largest": history.largest, "age": history.age, "amax": operand["amax"]}
             yield Seen(operand, {"underflow": operand["underflow"], **past}, {"underflow": thresholds.underflow})
 
@@ -243,20 +241,27 @@ def _flushed(operands: list[Operand], thresholds: Thresholds) -> list[Operand]:
 
     Gradients come from the last layer, so the last is named first: those before it get what is left.
     """
-    # In E2M1, where ordinary tensors lose 5 to 20 %, that must also cost more than rounding.
-    costs = lambda o: o.format != E2M1 or o["error"] > o.format.relative_error**2
-    flushed = [operand for operand in operands if operand["underflow"] > thresholds.underflow and costs(operand)]
+    flushed = [operand for operand in operands if _is_flushed(operand, thresholds)]
     gradients = [operand for operand in flushed if operand.name == "output_grad"]
     return [*(operand for operand in flushed if operand.name != "output_grad"), *reversed(gradients)]
 
 
-def _is_old_spike(operand: Operand, thresholds: Thresholds) -> bool:
+def _is_flushed(operand: Operand, thresholds: Thresholds) -> bool:
+    # In E2M1, where ordinary tensors lose 5 to 20 %, that must also cost more than rounding.
+    costs = operand.format != E2M1 or operand["error"] > operand.format.relative_error**2
+    return operand["underflow"] > thresholds.underflow and costs
+
+
+def _is_old_spike(operand: Operand, memory: AmaxHistory, thresholds: Thresholds) -> bool:
     """Whether the scale follows the largest amax of the history, which is far above this step's and the last one's."""
     history = operand.history
-    if history is None or history.largest <= thresholds.jump * max(operand["amax"], history.newest):
+    # Scales of blocks, in E4M3, follow values this far below the tensor's.
+    jump = thresholds.jump if operand.quantization.scaling.stores_scale else _BLOCKS_FOLLOW
+    if history is None or history.largest <= jump * max(operand["amax"], history.newest):
         return False
     # Scales are rounded up, to the next power of two at most.
-    return 0.9 < operand.amax_of_scale / history.largest < 2.1
+    amax_of_scale = history.scale * operand.format.max / 2.0**memory.margin
+    return 0.9 < amax_of_scale / history.largest < 2.1
 
 
 def _is_clipped(operand: Operand, thresholds: Thresholds) -> bool:

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 from ..layers import Fp8DotGeneral, LayerRule, default_rules
 from ..layers.checks import calls_users_function, check_not_modified, require_calibrated, require_model
 from ..layers.walk import all_ops, is_op, map_layers_in_stacks, named_ops, rule_of
-from ..recipes import STATISTICS, AbstractScaling, DelayedScaling, MeasuredScaling
+from ..recipes import STATISTICS, AbstractScaling, AmaxHistory, MeasuredScaling
 from ..training import OpState, filter_grad, scalar_loss
 from .result import ModelStatistics, OpStatistics
 
@@ -145,15 +145,16 @@ def _statistics(gradient: Fp8DotGeneral) -> OpStatistics:
 def _scale_age(table: Array, scalings: tuple[AbstractScaling, ...], amax: Array) -> Array | None:
     """The ages of the next step's scales; NaN where there is none."""
     inner = [scaling.scaling if isinstance(scaling, MeasuredScaling) else scaling for scaling in scalings]
-    if not any(isinstance(scaling, DelayedScaling) for scaling in inner):
+    memories = [scaling.memory for scaling in inner]
+    if not any(isinstance(memory, AmaxHistory) for memory in memories):
         return None
     ages = []
-    for row, scaling in enumerate(inner):
-        if not isinstance(scaling, DelayedScaling):
+    for row, memory in enumerate(memories):
+        if not isinstance(memory, AmaxHistory):
             ages.append(jnp.full(table.shape[:-2], jnp.nan, jnp.float32))
             continue
         # The newest, then oldest to newest.
-        history = table[..., row, 1 : 1 + scaling.amax_history_length]
+        history = table[..., row, 1 : 1 + memory.length]
         newest_first = jnp.concatenate([history[..., :1], history[..., :0:-1]], axis=-1)
         ages.append(jnp.argmax(newest_first, axis=-1).astype(jnp.float32))
     return jnp.where(jnp.isnan(amax), jnp.nan, jnp.stack(ages, axis=-1))

@@ -1,6 +1,7 @@
 """Checkpoints of plain and converted models, loaded into one another through every kind of file."""
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import json
@@ -35,14 +36,17 @@ from haliax_fp8.experimental.attention import Fp8Attention
 from haliax_fp8.folders.header import read_header
 from haliax_fp8.huggingface import export_model, import_model
 from haliax_fp8.recipes import (
+    E2M1,
     E4M3,
     E4M3FNUZ,
     E5M2,
     E5M2FNUZ,
     CurrentScaling,
+    HadamardScaling,
     MostRecent,
     Quantization,
     StaticScaling,
+    named,
 )
 from haliax_fp8.serving import freeze, quantize_for_inference
 
@@ -797,6 +801,20 @@ def test_the_history_of_a_tensor_scale_is_that_of_a_tensor(old, new, tmp_path):
         np.testing.assert_allclose(op.scale("kernel"), 8 / op.recipe.kernel.format.max, rtol=1e-6)
         assert resized in how if recipe == old else "fresh" not in how
     assert "microbatches" in load_into(made(new, 6), path)[1].not_compared
+
+
+def test_options_of_a_rotated_operand_are_compared(tmp_path):
+    layer, path = eqx.nn.Linear(16, 16, key=jax.random.key(0)), tmp_path / "run.safetensors"
+    recipe = named["nvfp4"]
+    rotated = HadamardScaling(dataclasses.replace(recipe.input_for_wgrad.scaling.scaling, four_over_six=True))
+    other = dataclasses.replace(recipe, input_for_wgrad=Quantization(E2M1, rotated))
+    save(path, fp8_linear_layers(layer, recipe=recipe))
+    changed = fp8_linear_layers(layer, recipe=other)
+    assert "input_for_wgrad: four_over_six False in the checkpoint, True here" in str(
+        load_into(changed, path)[1].changed
+    )
+    with pytest.raises(ValueError, match="four_over_six"):
+        load_into(changed, path, strict=True)
 
 
 def test_recipes_without_state_are_compared_too(tmp_path):

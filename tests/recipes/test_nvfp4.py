@@ -251,7 +251,16 @@ def test_who_reads_a_history_reads_that_of_a_tensor_scale():
     assert 0.5 < metrics["output_grad_amax_ratio"] < 2.0 and no_amax not in str(fp8.describe(model))
     diagnosed = lambda model: diagnose(model, quantization_statistics(fp8.with_rounding_keys(model, KEY), loss, x))
     assert not diagnosed(model).findings
+    measured = quantization_statistics(fp8.with_rounding_keys(model, KEY), loss, x)
+    np.testing.assert_array_equal(measured["layers.0"].scale_age[:2], [0, 0])
     op = model.layers[0].dot_general
+    # As after a spike two steps ago, which blocks follow up to a point.
+    for spike, problems in ((2.0**10, []), (2.0**20, [Problem.OLD_SPIKE])):
+        state = op.state.with_array(op.state.array.at[0, 4].multiply(spike))
+        state = state.with_scale(state.scale.at[0].multiply(spike))
+        spiked = eqx.tree_at(lambda m: m.layers[0].dot_general, model, dataclasses.replace(op, state=state))
+        of_input = [f.problem for f in diagnosed(spiked).findings if (f.layer, f.operand) == ("layers.0", "input")]
+        assert of_input == problems
     # As if a margin were missing.
     op = dataclasses.replace(op, state=op.state.with_scale(op.state.scale * jnp.array([0.125, 1.0, 1.0])))
     model = eqx.tree_at(lambda m: m.layers[0].dot_general, model, op)
