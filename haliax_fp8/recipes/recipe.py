@@ -403,6 +403,9 @@ class Recipe:
             change: Returns the new one.
             operands: Those whose scalings change.
 
+        Raises:
+            ValueError: If something else is among them.
+
         Example:
             >>> import dataclasses
             >>> from haliax_fp8.recipes import by_name
@@ -411,6 +414,8 @@ class Recipe:
             >>> recipe.kernel.scaling.margin, recipe.output_grad.scaling.margin
             (0, 1)
         """
+        if unknown := [name for name in operands if name not in OPERAND_NAMES]:
+            raise ValueError(f"operands={operands!r} of with_delayed has {unknown[0]!r}; list some of {OPERAND_NAMES}")
 
         def changed(quantization: Quantization) -> Quantization:
             return dataclasses.replace(quantization, scaling=_with_delayed(quantization.scaling, change))

@@ -203,7 +203,7 @@ def _with_scales(name: str, op: Fp8DotGeneral | None, layout: Layout) -> Fp8DotG
         if not quantization.scaling.stores_scale:
             raise ValueError(
                 f"the recipe of {name} ({op.recipe}) stores no scale of its {operand}, which layout={layout.name} "
-                f"needs: current scales depend on the batch; {remedy}"
+                f"needs: scales of blocks, and current ones, are measured in each step; {remedy}"
             )
         if quantization.rounding.needs_key:
             raise ValueError(f"the recipe of {name} rounds its {operand} at random, which inference does not support")

@@ -231,6 +231,8 @@ def test_a_history_has_the_length_that_a_configuration_asks_for():
     recipe = fp8.recipes.named["nvfp4_delayed"].with_amax_history_length(3)
     assert recipe.input.scaling.delayed == fp8.DelayedScaling(amax_history_length=3)
     assert recipe.input_for_wgrad.scaling.scaling == recipe.input.scaling
+    with pytest.raises(ValueError, match=r"operands='input' of with_delayed has 'i'; list some of \('input'"):
+        recipe.with_delayed(lambda delayed: delayed, "input")
     layer = fp8.fp8_linear_layers(
         eqx.nn.Linear(16, 16, key=jax.random.key(0)), recipe="nvfp4_delayed", amax_history_length=3
     )
